@@ -115,11 +115,14 @@ nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const 
   };
   std::vector<uint64_t> addresses(count);
   std::memcpy(addresses.data(), known.c_str(), known.size());
-  nb::list storages;
+  nb::list storages = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count)));
+  if (!storages.is_valid()) throw nb::python_error();
   for (size_t i = 0; i < count; ++i) {
-    const nb::handle tensor = tensors[i];
+    PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), i);
     nb::dlpack::dltensor facts;
-    if (!tensor.type().is(types[i]) || !Describe(describe, tensor, &facts)) return nb::none();
+    if (static_cast<void*>(Py_TYPE(tensor)) != PyList_GET_ITEM(types.ptr(), i) ||
+        !Describe(describe, tensor, &facts))
+      return nb::none();
     if (Address(facts) != addresses[i]) {
       const nb::object negative = Call(is_neg, tensor);
       if (!negative.is_valid() || negative.ptr() != Py_False) return nb::none();
@@ -127,9 +130,9 @@ nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const 
       addresses[i] = Address(facts);
     }
     if (!VisitFacts(facts, matches)) return nb::none();
-    const nb::object storage = Call(storage_of, tensor);
+    nb::object storage = Call(storage_of, tensor);
     if (!storage.is_valid()) return nb::none();
-    storages.append(storage);
+    PyList_SET_ITEM(storages.ptr(), i, storage.release().ptr());
   }
   if (expected != end) return nb::none();
   return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)), storages);

@@ -63,7 +63,7 @@ def reported_load(directory: str | os.PathLike[str], options: Callable[[], Optio
         raise
     finally:
         report = load_report(Path(directory), tracker, time.perf_counter() - begin, failure)
-        Reporter(options().report_file).emit(report)
+        Reporter(options().report_file).emit(report["rank"], lambda: report)
 
 
 def load_report(

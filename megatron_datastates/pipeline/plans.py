@@ -20,6 +20,7 @@ from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors
+from megatron_datastates.providers.collect import Collected
 from megatron_datastates.providers.tensors import dtype_name, reach
 
 _facts = attrgetter("dtype", "shape", "device")
@@ -304,15 +305,26 @@ def _plan_file(columns: tuple[list[Any], ...], members: list[int] | None, tail: 
     return FilePlan(members, layout, plan_copies(layout, spans, eager, devices), any(eager))
 
 
-@functools.lru_cache(maxsize=1 << 14)  # a model has objects for each layer, the same at every save
-def _named_item(kind: Kind, key: str) -> TailItem:
-    return TailItem(kind, key)
+@functools.lru_cache(maxsize=16)
+def _empty_items(keys: tuple[str, ...]) -> list[TailItem]:
+    return [TailItem(Kind.OBJECT, key) for key in keys]
 
 
-def tail_item(key: str, source: TailSource) -> TailItem:
-    """Returns what a layout has to know of an entry of the tail."""
+def tail_items(state: Collected) -> list[TailItem]:
+    """Returns what a layout has to know of the entries of the tail."""
+    items: list[TailItem] = []
+    for empty in state.empty:
+        items += map(
+            _tail_item, state.tail_keys[len(items) : empty.first], state.tail[len(items) : empty.first]
+        )
+        items += _empty_items(empty.keys)
+    items += map(_tail_item, state.tail_keys[len(items) :], state.tail[len(items) :])
+    return items
+
+
+def _tail_item(key: str, source: TailSource) -> TailItem:
     if source.kind is not Kind.FRAGMENT:
-        return _named_item(source.kind, key)
+        return TailItem(source.kind, key)
     place: Place = source.place  # type: ignore[attr-defined]
     dtype: torch.dtype = source.dtype  # type: ignore[attr-defined]
     return TailItem(Kind.FRAGMENT, key, Fragment(key, dtype_name(dtype), *place))

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,16 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.shares import provider_shares
 
 logger = logging.getLogger(__name__)
+
+
+Report = dict[str, Any]
+
+
+class Listener(NamedTuple):
+    """What is called with reports on the trainer's thread."""
+
+    hear: Callable[[Report], None]
+    is_listening: Callable[[], bool] = lambda: True  # making a report for nobody costs the trainer time
 
 
 class Reporter:
@@ -32,37 +42,41 @@ class Reporter:
     def __init__(self, path: str) -> None:
         self._path = path
         self._writer: BackgroundThread | None = None  # the last one; it follows all others
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.listeners: list[Listener] = []
 
-    def is_wanted(self, rank: int) -> bool:
-        """Returns whether this rank's reports are written or listened to."""
-        return rank == 0 or bool(self.listeners)
-
-    def emit(self, report: dict[str, Any], *, later: bool = False) -> None:
-        """Writes one report. Never raises: an error of one rank here must not end training.
+    def emit(self, rank: int, make: Callable[[], Report], *, later: bool = False) -> None:
+        """Makes and writes one report. Never raises: an error of one rank here must not end training.
 
         Args:
-            later: a thread writes it, because the trainer is in a poll: the file may be on slow storage.
+            make: makes the report of this rank, on any thread; not called if nobody wants it.
+            later: a thread writes it, because the trainer is in a poll: the file may be on slow storage, and
+                statistics of thousands of ranks take milliseconds.
         """
-        if report["rank"] == 0 and later:
-            self._write_later(dict(report))  # a listener may change it
-        elif report["rank"] == 0:
+        listeners = [listener for listener in self.listeners if listener.is_listening()]
+        if listeners:
+            report = make()
+            make = functools.partial(dict, report)  # a listener may change it
+        if rank == 0 and later:
+            self._write_later(make)
+        elif rank == 0:
             self.flush()  # so that lines have the order of the reports
-            self.write(report)
-        for listener in self.listeners:
+            self.write(make())
+        for listener in listeners:
             try:
-                listener(report)
+                listener.hear(report)
             except Exception as error:
                 logger.warning(
-                    "the listener %r raised for the report of a %s: %s", listener, report["event"], error
+                    "the listener %r raised for the report of a %s: %s", listener.hear, report["event"], error
                 )
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all reports are written; returns False if they are not after `seconds`."""
         return self._writer is None or self._writer.join(seconds)
 
-    def _write_later(self, report: dict[str, Any]) -> None:
-        write = functools.partial(self.write, report)
+    def _write_later(self, make: Callable[[], Report]) -> None:
+        def write() -> None:
+            self.write(make())
+
         writer = BackgroundThread(write, after=self._writer, delay=AFTER_POLL_SECONDS)
         try:
             writer.start()
@@ -71,7 +85,7 @@ class Reporter:
             self.flush()
             write()
 
-    def write(self, report: dict[str, Any]) -> None:
+    def write(self, report: Report) -> None:
         """Writes one report to log and file only, on any thread: listeners are the trainer's."""
         logger.info("%s", _LINES[report["event"]](report))
         if not self._path:
@@ -85,7 +99,7 @@ class Reporter:
             )
 
 
-def _save_line(report: dict[str, Any]) -> str:
+def _save_line(report: Report) -> str:
     linked = f" ({report['linked_bytes'] / 1e6:.1f} MB of it linked)" if report["linked_bytes"] else ""
     return (
         f"datastates: {report['state']} {report['mode']} save of {report['bytes'] / 1e6:.1f} MB{linked} to "
@@ -96,7 +110,7 @@ def _save_line(report: dict[str, Any]) -> str:
     )
 
 
-def _load_line(report: dict[str, Any]) -> str:
+def _load_line(report: Report) -> str:
     what = "loaded" if report["state"] == "loaded" else f"{report['state']} load of"
     result = f"{what} {report['bytes'] / 1e6:.1f} MB from {report['directory']}"
     return (
@@ -106,7 +120,7 @@ def _load_line(report: dict[str, Any]) -> str:
     )
 
 
-def _drain_line(report: dict[str, Any]) -> str:
+def _drain_line(report: Report) -> str:
     return (
         f"datastates: brought {report['bytes'] / 1e6:.1f} MB from near tiers to {report['directory']}, "
         f"{report['near_ms']:.1f} ms after it was published near; this node copied "
@@ -114,7 +128,7 @@ def _drain_line(report: dict[str, Any]) -> str:
     )
 
 
-def _copies_line(report: dict[str, Any]) -> str:
+def _copies_line(report: Report) -> str:
     error = f"; copies are missing: {report['error']}" if report["error"] else ""
     return (
         f"datastates: copied {report['bytes'] / 1e6:.1f} MB of {report['directory']} from "

@@ -32,7 +32,7 @@ from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.links import Link, Links
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.tier import NearTier
-from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
+from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_items
 from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import Reporter, save_report
@@ -219,12 +219,12 @@ class Saver:
             named = {name: _compressed(one, self.options.compress) for name, one in named.items()}
         state = collect(named)
         if self.options.tripwire:
-            state.tail = [sampled(source) for source in state.tail]
+            for number in state.others():
+                state.tail[number] = sampled(state.tail[number])
         tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-        tail = [tail_item(key, source) for key, source in zip(state.tail_keys, state.tail, strict=True)]
-        plan, memory = self.session.plans.find(tensors, tail, self._least_stable())
+        plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
         return plan, memory, state
 
     def _least_stable(self) -> int | None:
@@ -324,14 +324,17 @@ class Saver:
         if publication.outcome is Outcome.PENDING or publication.hold_report or publication.is_reported:
             return
         publication.is_reported = True
-        self._warn_of_memory(publication)
-        if self.reporter.is_wanted(publication.save.context.rank):
-            report = save_report(publication, mode) | self._pool_facts()
-            self.reporter.emit(report, later=not publication.is_awaited)
+        pool = self._pool_facts()
+        self._warn_of_memory(publication, pool)
+        self.reporter.emit(
+            publication.save.context.rank,
+            lambda: save_report(publication, mode) | pool,
+            later=not publication.is_awaited,
+        )
         publication.save.released_callback = lambda: None  # it refers to the publication
 
-    def _warn_of_memory(self, publication: Publication) -> None:
-        trouble = self._pool_facts().get("staging_trouble")
+    def _warn_of_memory(self, publication: Publication, pool: dict[str, object]) -> None:
+        trouble = pool.get("staging_trouble")
         if trouble and not self._pool_trouble_reported:
             self._pool_trouble_reported = True
             logger.warning("rank %d: %s", publication.save.context.rank, trouble)

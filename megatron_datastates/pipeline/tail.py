@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import os
 import pickle
 import threading
@@ -26,12 +25,12 @@ from megatron_datastates.format.values import SMALL_ALIGNMENT
 from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource, Write
-from megatron_datastates.providers.collect import Collected, Part
-from megatron_datastates.providers.objects import ObjectSource, check_pickle
+from megatron_datastates.providers.collect import Collected, Empty, Part
+from megatron_datastates.providers.objects import ObjectSource, check_pickle, nothing
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)  # what torch.save raises
-_MOST_EQUAL = 1000  # entries written at once
+_MOST_EMPTY = 1000  # objects written at once
 _SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
 
@@ -39,6 +38,10 @@ class _Pending(NamedTuple):
     key: str
     source: TailSource
     number: int  # among the entries of the tail, as planned
+
+    @property
+    def is_fenced(self) -> bool:
+        return self.source.mutability is Mutability.AT_FENCE
 
 
 @dataclasses.dataclass
@@ -69,7 +72,7 @@ class Tail:
         self._trust_objects = trust_objects
         self.parts: list[Part] = []
         self._now: list[_Pending] = []
-        self._later: list[_Pending] = []
+        self._later: list[_Pending | Empty] = []
         self._written: dict[int, TailEntry] = {}
         self._late: list[ProviderError] = []  # of writes after their entry was over
         self._encoders: ThreadPoolExecutor | None = None
@@ -86,7 +89,8 @@ class Tail:
         self.parts = state.parts  # not `state`: its tensors are the trainer's
         budget = CopyBudget(_SNAPSHOT_BYTES)
         others: list[_Pending] = []
-        for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
+        for number in state.others():
+            key, source = state.tail_keys[number], state.tail[number]
             if source.mutability is Mutability.NOW:
                 snapshot = self._snapshot(source, number, budget)
                 (self._now if snapshot is None else others).append(_Pending(key, snapshot or source, number))
@@ -95,6 +99,7 @@ class Tail:
                 (self._later if is_fenced else others).append(_Pending(key, source, number))
         if not self._later:
             self._read.set()
+        self._later += state.empty
         self._later += others
 
     def write_now(self, writer: TailWriter, deadline: float) -> None:
@@ -130,12 +135,14 @@ class Tail:
     def _write_later(self, writer: TailWriter) -> None:
         released = time.perf_counter()
         while self._later:
-            if self._later[0].source.mutability is not Mutability.AT_FENCE:
+            first = self._later[0]
+            if not first.is_fenced:
                 self._read.set()
-            written = self._write_equal(writer)
-            if not written:
-                self._write(writer, self._later[0])
-            del self._later[: written or 1]  # an object that nobody changes may be large
+            if isinstance(first, Empty):
+                self._write_empty(writer, first)
+            else:
+                self._write(writer, first)
+            del first, self._later[0]  # an object that nobody changes may be large
             # The trainer may wait for the GIL, and nobody for this thread. Without a sleep it would get it
             # only after 5 ms; a sleep after each small object would take as long as the object.
             if time.perf_counter() - released > _GIL_SECONDS:
@@ -159,8 +166,8 @@ class Tail:
         """
         if self.wait_read(0.0):
             return False
-        fenced = [one.source for one in list(self._later) if one.source.mutability is Mutability.AT_FENCE]
-        return any(getattr(source, "storage", storage) == storage for source in fenced)
+        fenced = [one for one in list(self._later) if isinstance(one, _Pending) and one.is_fenced]
+        return any(getattr(one.source, "storage", storage) == storage for one in fenced)
 
     def close(self) -> None:
         """Ends the threads that encode, and every wait for the tail."""
@@ -201,33 +208,24 @@ class Tail:
         self._written[pending.number] = written
         self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
 
-    def _write_equal(self, writer: TailWriter) -> int:
-        """Writes the next entries at once, if they have the same known bytes; returns how many were written.
-
-        A model has some objects without a value for each layer. One by one they would take the GIL from the
-        trainer for ten milliseconds.
-        """
-        data, part = _constant(self._later[0]), self._part_of(self._later[0].number)
-        if data is None:
-            return 0
-        before = time.perf_counter()
-        equal = list(
-            itertools.takewhile(
-                lambda one: _constant(one) is data and part.first_tail <= one.number < part.end_tail,
-                itertools.islice(self._later, _MOST_EQUAL),
-            )
-        )
-        begin, step = writer.begin_entry(), align_up(len(data), SMALL_ALIGNMENT)
-        writer.write((data + bytes(step - len(data))) * (len(equal) - 1) + data)
-        entries = [
-            TailEntry(one.source.kind, one.key, begin + at * step, len(data), len(data))
-            for at, one in enumerate(equal)
-        ]
-        self._written.update((one.number, entry) for one, entry in zip(equal, entries, strict=True))
-        costs, seconds = self.costs.setdefault(part.name, PartCosts()), time.perf_counter() - before
-        for entry in entries:
-            costs.add(entry, seconds / len(entries))
-        return len(equal)
+    def _write_empty(self, writer: TailWriter, empty: Empty) -> None:
+        """Writes objects without a value, many at once: one by one they would take the GIL for 10 ms."""
+        data, part = nothing(), self._part_of(empty.first)
+        step = align_up(len(data), SMALL_ALIGNMENT)
+        costs = self.costs.setdefault(part.name, PartCosts())
+        for first in range(0, len(empty.keys), _MOST_EMPTY):
+            time.sleep(0)  # releases the GIL
+            before, keys = time.perf_counter(), empty.keys[first : first + _MOST_EMPTY]
+            begin = writer.begin_entry()
+            writer.write((data + bytes(step - len(data))) * (len(keys) - 1) + data)
+            entries = [
+                TailEntry(Kind.OBJECT, key, begin + at * step, len(data), len(data))
+                for at, key in enumerate(keys)
+            ]
+            self._written.update(enumerate(entries, empty.first + first))
+            seconds = time.perf_counter() - before
+            for entry in entries:
+                costs.add(entry, seconds / len(entries))
 
     def _pass_on(self, writer: TailWriter, pending: _Pending) -> tuple[TailEntry, bytes | None]:
         """Writes an entry; returns where it is, and the pickle to be checked if it is an object."""
@@ -268,10 +266,6 @@ def _with_key(error: Exception, pending: _Pending) -> Exception:
         f"object {pending.key!r} was not saved, as it cannot be pickled: {type(error).__name__}: {error}. "
         "Store plain data instead, such as its state_dict()"
     )
-
-
-def _constant(pending: _Pending) -> bytes | None:
-    return pending.source.constant if type(pending.source) is ObjectSource else None
 
 
 class _EntryWrite:

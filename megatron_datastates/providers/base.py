@@ -160,8 +160,19 @@ class TailSource(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmptyObjects:
+    """Many objects that are [None], as Megatron has some for each layer: for its modules without extra state.
+
+    Attributes:
+        keys: of all of them, relative to the provider's name. The same tuple in the next save is fastest.
+    """
+
+    keys: tuple[str, ...]
+
+
 # What a provider yields. A sequence of many tensors is fastest as one `Tensors`.
-Entry = Tensors | TensorSource | TailSource
+Entry = Tensors | TensorSource | TailSource | EmptyObjects
 
 
 class StateReader(Protocol):

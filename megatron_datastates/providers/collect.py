@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 from megatron_datastates.errors import DataStatesError, ProviderError
-from megatron_datastates.providers.base import StateProvider, TailSource, Tensors, TensorSource
-from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.base import EmptyObjects, StateProvider, TailSource, Tensors, TensorSource
+from megatron_datastates.providers.objects import empty_sources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +29,22 @@ class Part:
         return _failure(self.name, self.kind, "save", error)
 
 
+class Empty(NamedTuple):
+    """Consecutive entries of the tail that are objects without a value."""
+
+    first: int
+    keys: tuple[str, ...]
+
+    @property
+    def is_fenced(self) -> bool:
+        """Returns whether they may change at the next fence."""
+        return False
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.keys)
+
+
 @dataclasses.dataclass(slots=True)
 class Collected:
     """The state of all providers of one save: tensors, what goes to the tail, and which is whose."""
@@ -35,7 +52,14 @@ class Collected:
     tensors: Tensors = dataclasses.field(default_factory=Tensors)
     tail: list[TailSource] = dataclasses.field(default_factory=list)
     tail_keys: list[str] = dataclasses.field(default_factory=list)
+    empty: list[Empty] = dataclasses.field(default_factory=list)  # entries that all are known of, in order
     parts: list[Part] = dataclasses.field(default_factory=list)
+
+    def others(self) -> Iterator[int]:
+        """Yields the numbers of the tail's entries that are not `empty`."""
+        ends = [0, *(empty.end for empty in self.empty)]
+        begins = [*(empty.first for empty in self.empty), len(self.tail)]
+        return chain.from_iterable(map(range, ends, begins))
 
 
 class _Renamed:
@@ -74,11 +98,13 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
 
 def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     for entry in provider.entries():
-        if type(entry) is ObjectSource:  # first: a model has several for each layer
-            state.tail.append(entry)
-            state.tail_keys.append(prefix + entry.key)
-        elif isinstance(entry, Tensors):
+        if isinstance(entry, Tensors):
             state.tensors.extend(entry, prefix)
+        elif isinstance(entry, EmptyObjects):
+            keys = tuple([prefix + key for key in entry.keys]) if prefix else entry.keys
+            state.empty.append(Empty(len(state.tail), keys))
+            state.tail.extend(empty_sources(entry))
+            state.tail_keys.extend(keys)
         elif isinstance(entry, TensorSource):
             state.tensors.add(prefix + entry.key, *entry[1:])
         elif hasattr(entry, "snapshot") and hasattr(entry, "write"):

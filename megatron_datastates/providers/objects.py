@@ -23,7 +23,7 @@ import torch
 
 from megatron_datastates.errors import FormatError, UnsafeObjectError, UntrustedClassError
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.providers.base import CopyBudget, Mutability, Write
+from megatron_datastates.providers.base import CopyBudget, EmptyObjects, Mutability, Write
 from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
@@ -83,8 +83,8 @@ class ObjectSource:
 
     @property
     def constant(self) -> bytes | None:
-        """The bytes of [None], the most frequent object in Megatron's checkpoints; None for other objects."""
-        return _nothing() if is_nothing(self.value) else None
+        """The bytes of [None]; None for other objects."""
+        return nothing() if is_nothing(self.value) else None
 
     def snapshot(self, budget: CopyBudget) -> ObjectSource | None:
         """Returns a copy; None if the object holds something that is not copied, or is too large."""
@@ -117,14 +117,20 @@ class ObjectSource:
         return buffer.getvalue()
 
 
+@functools.lru_cache(maxsize=16)
+def empty_sources(empty: EmptyObjects) -> tuple[ObjectSource, ...]:
+    """Returns objects without a value one by one; the same sources at every save."""
+    return tuple(ObjectSource(key, [None], Mutability.NEVER) for key in empty.keys)
+
+
 def is_nothing(value: Any) -> bool:
-    """Returns whether an object is [None], as Megatron has it for modules without extra state."""
+    """Returns whether an object is [None]."""
     return type(value) is list and len(value) == 1 and value[0] is None
 
 
 @functools.cache
-def _nothing() -> bytes:
-    """Returns [None] as torch.save writes it, which takes 0.3 ms; a model has some of them for each layer."""
+def nothing() -> bytes:
+    """Returns [None] as torch.save writes it, which takes 0.3 ms."""
     buffer = io.BytesIO()
     torch.save([None], buffer)
     return buffer.getvalue()

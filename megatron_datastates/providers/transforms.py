@@ -28,6 +28,7 @@ from megatron_datastates.format.codecs import PLANES, ZSTD, require_zstandard
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import (
     CopyBudget,
+    EmptyObjects,
     Encoding,
     Entry,
     Mutability,
@@ -41,6 +42,7 @@ from megatron_datastates.providers.base import (
 )
 from megatron_datastates.providers.collect import kind_of, notes_of
 from megatron_datastates.providers.named import Tree
+from megatron_datastates.providers.objects import empty_sources
 from megatron_datastates.providers.samples import Samples
 from megatron_datastates.providers.tensors import dtype_name, reach
 
@@ -245,6 +247,8 @@ class _Around:
         for entry in self.inner.entries():
             if isinstance(entry, Tensors):
                 yield from entry.sources()
+            elif isinstance(entry, EmptyObjects):
+                yield from empty_sources(entry)
             else:
                 yield entry
 

@@ -68,7 +68,7 @@ def collectives_alone(folder: str) -> None:
         for i in (2, 0, 1, 2):
             assert gathers[i].result() == b"".join(bytes([each, i]) * 50 for each in range(ranks))
             assert sums[i].result() == [sum(range(ranks)), ranks * i, ranks]
-    assert sorted(device.made) == sorted([12] * 3 + [100] * 3 + [100 * ranks] * 3), "memory is kept"
+    assert sorted(device.made) == sorted([12] * 3 + [100 * ranks] * 3), "memory is kept"
     agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 64 * ranks, 1
     device.made.clear()
     sizes = [0, 1000, *range(100, 100 + ranks)][:ranks]

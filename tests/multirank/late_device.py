@@ -60,7 +60,7 @@ class LateDevice:
 
     def _redirect(self) -> None:
         Collectives._transport = classmethod(lambda cls: self)  # type: ignore[assignment,method-assign]
-        for name in ("all_reduce", "all_gather_into_tensor", "gather"):
+        for name in ("all_reduce", "gather"):
             setattr(dist, name, self._enqueued(getattr(dist, name)))
         poll = Publication.poll
 
@@ -107,6 +107,9 @@ class LateDevice:
 
         there = isinstance(target, OnDevice)
         self.enqueue((lambda: plain(target).copy_(source)) if there else to_host)
+
+    def clear(self, target: torch.Tensor) -> None:
+        self.enqueue(lambda: plain(target).zero_())
 
     def event(self) -> "LateEvent":
         return LateEvent(self)

@@ -13,6 +13,7 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
@@ -152,7 +153,7 @@ def test_a_save_that_waits_for_its_memory_reports_so_and_logs_it_once(
     cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports: list[dict] = []
-    saver.reporter.listeners.append(reports.append)
+    saver.reporter.listeners.append(Listener(reports.append))
     program.uses_cuda = True
     cuda.hold_call("cuMemHostRegister")
     with caplog.at_level("INFO"):
@@ -188,7 +189,7 @@ def test_page_locking_that_fails_is_logged_once_and_reported(
     cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports: list[dict] = []
-    saver.reporter.listeners.append(reports.append)
+    saver.reporter.listeners.append(Listener(reports.append))
     program.uses_cuda = True
     cuda.fail("cuMemHostRegister", nth=0)
     saver.warm_up()
@@ -205,7 +206,7 @@ def test_a_report_says_what_is_page_locked(
     cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports: list[dict] = []
-    saver.reporter.listeners.append(reports.append)
+    saver.reporter.listeners.append(Listener(reports.append))
     program.uses_cuda = True
     saver.warm_up()
     eventually(lambda: cuda.registered_bytes == POOL, "page-locked")

@@ -1,6 +1,7 @@
 """One rank of a tiny pretraining that counts collective calls. Runs in forked ranks.
 
-Counts the functions of torch.distributed that Megatron and this package call, by what the trainer is doing:
+Counts the functions of torch.distributed that Megatron and this package call (sums of bytes, which join the
+records of all ranks, apart), by what the trainer is doing:
 `save N` (in the Nth save_checkpoint), `load`, or `poll` (in maybe_finalize_async_save). Calls at any other
 time are not counted.
 """
@@ -37,7 +38,8 @@ saves = 0
 def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if doing:
-            counts.setdefault(doing[-1], Counter())[kind] += 1
+            is_of_bytes = kind == "all_reduce" and args[0].dtype == torch.uint8
+            counts.setdefault(doing[-1], Counter())[f"{kind} of bytes" if is_of_bytes else kind] += 1
         return function(*args, **kwargs)
 
     return call

@@ -13,6 +13,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import commit as commit_module
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.providers.base import Mutability
@@ -132,7 +133,7 @@ def test_an_earlier_save_that_is_not_durable_holds_up_later_ones(
 
 def test_what_is_polled_by_way_of_another_save_is_reported(saver: Saver, tmp_path: Path) -> None:
     reports: list[dict] = []
-    saver.reporter.listeners.append(reports.append)
+    saver.reporter.listeners.append(Listener(reports.append))
     saves = [saver.start(tmp_path / str(number), state(number)) for number in range(3)]
     saves[-1].wait()
     # Not in order: of those that end in one poll, the one that is waited for comes first.

@@ -28,7 +28,6 @@ from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
 from megatron_datastates.providers.base import Mutability, Tensors
-from megatron_datastates.providers.objects import ObjectSource
 
 
 def no_optimizer() -> Any:
@@ -508,7 +507,7 @@ def extra(key: str, value: Any) -> dict[str, Any]:
 def test_extra_states_are_made_anew(value: Any) -> None:
     model = torch.nn.Sequential(Extra(2, 2))
     model[0].scale = value
-    [found] = extra_states(model, extra("0._extra_state", copy.copy(value)))
+    [found] = extra_states(model, extra("0._extra_state", copy.copy(value))).others
     assert (found.name, found.template.data) == ("0._extra_state", None)
     model[0].scale = "another"
     assert found.value_of() == "another"
@@ -556,22 +555,22 @@ def with_extra_states(*scales: Any) -> tuple[Any, prepared.Preparation, list[Any
     return model, preparation, objects
 
 
-def sources(objects: list[Any]) -> list[ObjectSource]:
-    """Returns the sources of objects without a value, as a save makes them."""
-    return [ObjectSource(item.unique_key, [None]) for item in objects if item.data is None]
+def empty_keys(objects: list[Any]) -> tuple[str, ...]:
+    """Returns the keys of objects without a value, as a save finds them."""
+    return tuple(item.unique_key for item in objects if item.data is None)
 
 
 def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved() -> None:
     values = [None, io.BytesIO(b"scales"), None, None]
     model, preparation, objects = with_extra_states(*values)
-    preparation._extra_states[0][3].is_stored = False  # another rank stores it
-    full = sources(objects[:3])
-    preparation.objects_without_value(full, is_thin=False)
+    preparation._extra_states[0].all[3].keys = frozenset()  # another rank stores it
+    full = empty_keys(objects[:3])
+    preparation.empty_objects(full, is_thin=False)
     for _ in range(2):
         preparation._left_out.clear()
         thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
         assert list(thin) == [prepared.MARK, "1._extra_state"]
-        assert preparation.objects_without_value([], is_thin=True) == full
+        assert preparation.empty_objects((), is_thin=True) == full
     model[0].scale, model[1].scale = io.BytesIO(b"new"), None
     preparation._left_out.clear()
     thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
@@ -579,9 +578,72 @@ def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved
     assert thin["0._extra_state"].data.getvalue() == b"new"
     whole = preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
     assert list(whole)[1:] == [f"{number}._extra_state" for number in range(4)]
-    seen = sources([thin["1._extra_state"]])
-    keys = [source.key for source in preparation.objects_without_value(seen, is_thin=True)]
-    assert keys == [objects[2].unique_key, objects[1].unique_key]
+    seen = empty_keys([thin["1._extra_state"]])
+    keys = preparation.empty_objects(seen, is_thin=True)
+    assert keys == (objects[2].unique_key, objects[1].unique_key)
+
+
+class Nothing(Extra):
+    """Has an extra state for the sake of checkpoints of other layers, as Megatron's have."""
+
+    def get_extra_state(self) -> None:
+        """Returns nothing."""
+        return None
+
+
+class Counted(Extra):
+    """Returns None, but does something else, too."""
+
+    def get_extra_state(self) -> None:
+        self.asked += 1
+        return None
+
+    asked = 0
+
+
+def with_layers(*layers: Any) -> tuple[Any, prepared.Preparation, tuple[str, ...]]:
+    """Returns a model, what a full save prepares of it, and the keys of its extra states."""
+    model = torch.nn.Sequential(*layers)
+    state: dict[str, Any] = {}
+    for number in range(len(layers)):
+        state |= extra(f"{number}._extra_state", None)
+    preparation = prepared.Preparation({"model": [model], "optimizer": no_optimizer(), "args": None})
+    keys = empty_keys(list(state.values()))
+    preparation.note_models({"model": [model], "optimizer": no_optimizer()}, {"model": state})
+    preparation.empty_objects(keys, is_thin=False)
+    return model, preparation, keys
+
+
+def test_modules_that_can_only_return_none_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, preparation, keys = with_layers(Nothing(2, 2), Counted(2, 2))
+    assert [one.name for one in preparation._extra_states[0].others] == ["1._extra_state"]
+    before = model[1].asked
+    assert list(preparation.thin_models(leaves_out=True)[0].sharded_state_dict()) == [prepared.MARK]
+    assert preparation.empty_objects((), is_thin=True) == keys and model[1].asked == before + 1
+    whole = preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
+    assert list(whole)[1:] == ["0._extra_state", "1._extra_state"]
+
+
+@pytest.mark.parametrize("owner", ["class", "base class", "instance"])
+def test_a_function_in_the_place_of_one_that_returns_none_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    class Derived(Nothing):
+        pass
+
+    model, preparation, _ = with_layers(Derived(2, 2))
+    preparation._survey.tensors_if_unchanged(no_optimizer())
+    where = {"class": Derived, "base class": Nothing, "instance": model[0]}[owner]
+    monkeypatch.setattr(where, "get_extra_state", lambda *args: b"scales", raising=False)
+    with pytest.raises(UnprovableError):
+        preparation._survey.tensors_if_unchanged(no_optimizer())
+
+
+def test_a_module_with_a_function_of_its_own_is_asked() -> None:
+    layer = Nothing(2, 2)
+    layer.get_extra_state = lambda: None
+    _, preparation, _ = with_layers(layer)
+    assert [one.name for one in preparation._extra_states[0].others] == ["0._extra_state"]
 
 
 class Grouped(Extra):
@@ -599,7 +661,7 @@ def test_extra_states_of_grouped_layers_are_split_anew_once_a_save() -> None:
     model = torch.nn.Sequential(Grouped(2, 2), torch.nn.ModuleDict({"in": Grouped(2, 2)}))
     keys = [f"{name}._extra_state{part or ''}" for name in ("0", "1.in") for part in range(3)]
     state = {key: item for name in keys for key, item in extra(name, None).items()}
-    found = extra_states(model, state)
+    found = extra_states(model, state).all
     assert [one.name for one in found] == keys
     calls = model[0].calls
     assert [one.value_of() for one in found] == [None] * 6
@@ -629,7 +691,7 @@ def test_parts_of_extra_states_of_other_layers_are_refused() -> None:
 
 def test_tensors_and_factories_of_a_model_need_no_function() -> None:
     tensor = ShardedTensor.from_rank_offsets("0.weight", torch.zeros(2, 2))
-    assert extra_states(torch.nn.Sequential(Extra(2, 2)), {"0.weight": tensor, "more": [tensor]}) == []
+    assert extra_states(torch.nn.Sequential(Extra(2, 2)), {"0.weight": tensor, "more": [tensor]}).all == []
 
 
 def test_views_follow_their_tensor_to_other_memory() -> None:
@@ -719,7 +781,7 @@ def of_transformer_engine() -> Any:
 def test_extra_states_of_transformer_engine_may_have_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(Extra(2, 2))
     monkeypatch.setattr(Extra, "get_extra_state", of_transformer_engine())
-    [found] = extra_states(model, extra("0._extra_state", model[0].get_extra_state()))
+    [found] = extra_states(model, extra("0._extra_state", model[0].get_extra_state())).all
     assert found.value_of().getvalue() == b"3"
     with pytest.raises(UnprovableError, match="is not what its module makes"):
         extra_states(model, extra("0._extra_state", None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from megatron_datastates.pipeline.records import (
     decode_failures,
     encode_failure,
 )
-from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.report import Listener, Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
@@ -289,15 +290,41 @@ def test_a_report_that_cannot_be_written_harms_nothing(tmp_path, caplog):
 def test_listeners_are_given_the_report(reporting, tmp_path):
     saver, lines = reporting
     heard: list[dict] = []
-    saver.reporter.listeners.append(heard.append)
+    saver.reporter.listeners.append(Listener(heard.append))
     save(saver, tmp_path / "0", {"a": torch.ones(99)})
     assert heard == lines()
+
+
+def test_a_report_that_nobody_wants_is_not_made():
+    make = Mock()
+    reporter = Reporter("")
+    reporter.listeners.append(Listener(Mock(), is_listening=lambda: False))
+    reporter.emit(1, make)
+    make.assert_not_called()
+
+
+def test_the_report_of_a_polled_save_is_made_beside_the_trainer(tmp_path):
+    made_by = []
+    reporter = Reporter(str(tmp_path / "reports.jsonl"))
+
+    def make() -> dict:
+        made_by.append(threading.current_thread())
+        return save_report(publication_of([RECORD]), "async")
+
+    reporter.emit(0, make, later=True)
+    reporter.emit(0, make)
+    assert reporter.flush(10.0)
+    assert made_by[0] is not threading.current_thread() and made_by[1] is threading.current_thread()
+    assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_listener_that_fails_harms_nothing(reporting, tmp_path, caplog):
     saver, lines = reporting
     heard: list[dict] = []
-    saver.reporter.listeners += [Mock(side_effect=OSError("no space for events")), heard.append]
+    saver.reporter.listeners += [
+        Listener(Mock(side_effect=OSError("no space for events"))),
+        Listener(heard.append),
+    ]
     assert save(saver, tmp_path / "0", {"a": torch.ones(99)}).outcome is Outcome.PUBLISHED
     assert "no space for events" in caplog.text and heard == lines()
 
@@ -390,14 +417,15 @@ def test_a_long_failure_is_cut(text):
 
 def test_scalars_go_to_the_writers_that_megatron_has(reporting, tmp_path, monkeypatch):
     global_vars = pytest.importorskip("megatron.training.global_vars")
-    from megatron_datastates.mcore.training.loop import _write_scalars
+    from megatron_datastates.mcore.training.loop import _has_writers, _write_scalars
 
     board, wandb = Mock(), Mock()
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(curr_iteration=72))
     saver, lines = reporting
-    saver.reporter.listeners.append(_write_scalars)
+    saver.reporter.listeners.append(Listener(_write_scalars, _has_writers))
+    assert _has_writers()
     saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70).wait()
     (report,) = lines()
     reported = {call.args[0]: call.args[1:] for call in board.add_scalar.call_args_list}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import dis
 import functools
 import io
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from megatron_datastates.mcore.save.survey import UnprovableError, code_of
+from megatron_datastates.mcore.save.survey import MAKER, UnprovableError, code_of
 
 _NAME = re.compile(r"(?:(.*)\.)?_extra_state([0-9]*)")
 _PICKLING = ("transformer_engine.", "megatron.")  # modules whose extra states are pickles
@@ -36,11 +38,20 @@ class ExtraState:
     name: str
     template: ShardedObject  # without its value
     value_of: Callable[[], Any]  # makes the value
-    key: str  # under which it is stored
-    is_stored: bool  # by this rank
+    keys: frozenset[str]  # under which this rank stores it: one, or none
+    is_empty: bool  # it never has a value, whatever its module holds
 
 
-def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
+class ExtraStates:
+    """Those of a model."""
+
+    def __init__(self, found: Sequence[ExtraState]) -> None:
+        self.all = found
+        self.others = [one for one in found if not one.is_empty]
+        self.empty_keys = frozenset().union(*(one.keys for one in found if one.is_empty))
+
+
+def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
     """Returns the objects in a model's sharded state dict.
 
     Raises:
@@ -64,11 +75,12 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
                 raise UnprovableError(f"the object {key!r} of the model is not what its module makes")
             template = copy.copy(item)
             template.data = None
-            is_stored = is_main_replica(item.replica_id)
-            found.append(ExtraState(key, template, value_of, item.unique_key, is_stored))
+            keys = frozenset([item.unique_key] if is_main_replica(item.replica_id) else [])
+            is_empty = not hasattr(type(module), _SPLIT) and _is_always_none(module)
+            found.append(ExtraState(key, template, value_of, keys, is_empty))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
-    return found
+    return ExtraStates(found)
 
 
 def _leaves(item: Any) -> Iterator[Any]:
@@ -113,13 +125,28 @@ def _value(module: weakref.ref[Any]) -> Any:
     return found.get_extra_state()
 
 
+def _is_always_none(module: Any) -> bool:
+    """Returns whether all that a module's `get_extra_state` does is to return None.
+
+    Megatron's layers have such a method, for checkpoints of Transformer Engine's. A survey notices another
+    one in its place.
+    """
+    function = type(module).get_extra_state
+    is_plain = isinstance(function, FunctionType) and MAKER not in vars(module)
+    return is_plain and _instructions(function) == _instructions(lambda self: None)
+
+
+def _instructions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(one.opname, one.argval) for one in dis.get_instructions(function)]
+
+
 def _makes_anew(module: Any) -> bool:
     """Returns whether a module's extra states of equal values may have other bytes each time.
 
     Transformer Engine pickles tensors, and torch's pickles of them have addresses.
     """
     makers = code_of(type(module).get_extra_state)
-    return "get_extra_state" not in vars(module) and all(home.startswith(_PICKLING) for home in makers)
+    return MAKER not in vars(module) and all(home.startswith(_PICKLING) for home in makers)
 
 
 def _is_equal(value: Any, make: Callable[[], Any], *, is_anew: bool) -> bool:

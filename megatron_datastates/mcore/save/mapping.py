@@ -15,7 +15,7 @@ from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.prepared import Mark, mark_of
 from megatron_datastates.mcore.save.preparing import awaits_tensors, complete
-from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
+from megatron_datastates.providers.base import EmptyObjects, Mutability, Place, StateReader, Tensors
 from megatron_datastates.providers.objects import ObjectSource, is_nothing
 from megatron_datastates.providers.tensors import is_frozen
 
@@ -47,10 +47,13 @@ class ShardedStateProvider:
             if isinstance(item, kind) and not isinstance(item, Mark) and is_main_replica(item.replica_id):
                 yield item
 
-    def entries(self) -> Iterator[Tensors | ObjectSource]:
+    def entries(self) -> Iterator[Tensors | EmptyObjects | ObjectSource]:
         """Yields the tensors, all at once, then the objects. Raises as `tensors`."""
         yield self.tensors()
-        yield from self.objects()
+        empty, objects = self.objects()
+        if empty.keys:
+            yield empty
+        yield from objects
 
     def restore(self, reader: StateReader) -> None:
         """Does nothing: Megatron itself requests what it loads."""
@@ -88,8 +91,8 @@ class ShardedStateProvider:
             complete(mark.preparation, found, stored)
         return found
 
-    def objects(self) -> list[ObjectSource]:
-        """Returns the objects, and the optimizer maps attached to them; first those without a value."""
+    def objects(self) -> tuple[EmptyObjects, list[ObjectSource]]:
+        """Returns the objects without a value, and the others with the optimizer maps attached to them."""
         values: dict[str, list[Any]] = defaultdict(list)
         for item in self._main_replicas(ShardedObject):
             values[item.unique_key].append(item.data)
@@ -97,8 +100,9 @@ class ShardedStateProvider:
             if carried is not None:
                 values[carried[0]].append(carried[1])
         # A list, as torch_dist stores objects: readers take its first element.
-        nothing = [key for key, value in values.items() if is_nothing(value)]
-        without = [ObjectSource(key, values.pop(key), Mutability.NEVER) for key in nothing]
+        empty = tuple([key for key, value in values.items() if is_nothing(value)])
+        for key in empty:
+            del values[key]
         if self._mark is not None:
-            without = self._mark.preparation.objects_without_value(without, is_thin=self._mark.is_thin)
-        return without + [ObjectSource(key, value, Mutability.NOW) for key, value in values.items()]
+            empty = self._mark.preparation.empty_objects(empty, is_thin=self._mark.is_thin)
+        return EmptyObjects(empty), [ObjectSource(key, value) for key, value in values.items()]

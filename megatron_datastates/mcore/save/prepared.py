@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_datastates.engine.exchange import Described, Facts, Words, describe, facts_of
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.save.extra_states import ExtraState, extra_states
+from megatron_datastates.mcore.save.extra_states import ExtraStates, extra_states
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.survey import (
     Found,
@@ -40,7 +40,6 @@ from megatron_datastates.mcore.save.survey import (
 )
 from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
-from megatron_datastates.providers.objects import ObjectSource
 
 MARK = "datastates_prepared"
 # Arguments of Megatron that decide what is stored by which rank.
@@ -121,8 +120,8 @@ class Preparation:
         self._survey = Survey(call["model"], call["optimizer"])
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
-        self._extra_states: list[list[ExtraState]] = []  # by model chunk
-        self._without_value: dict[str, ObjectSource] = {}  # of a full save, by key
+        self._extra_states: list[ExtraStates] = []  # by model chunk
+        self._empty: dict[str, None] = {}  # keys of objects without a value, of a full save
         self._left_out: set[str] = set()  # during a prepared save: keys of objects in no state dict
         self._leaves_out = False
         self._rows: list[Row] = []  # of each stored tensor
@@ -217,7 +216,7 @@ class Preparation:
             leaves_out: whether objects without a value may be missing: Megatron does not look for them.
         """
         self._leaves_out = leaves_out
-        return [_ThinChunk(self, number, extra) for number, extra in enumerate(self._extra_states)]
+        return [_ThinChunk(self, number) for number in range(len(self._extra_states))]
 
     def thin_buckets(self, optimizer: Any) -> dict[Any, Any]:
         """Returns a distributed optimizer's bucket state without tensors.
@@ -239,12 +238,24 @@ class Preparation:
                 "optimizers"
             )
 
-    def use_chunk(self, number: int) -> None:
-        """Notes that Megatron has asked for a model chunk's state."""
+    def thin_chunk(self, number: int) -> dict[str, Any]:
+        """Returns a model chunk's state without tensors. Notes that Megatron has asked for it."""
         self._used.add(number)
+        state: dict[str, Any] = {MARK: Mark.of(self, number, is_thin=True)}
+        extras = self._extra_states[number]
+        asked = extras.all
+        if self._leave_out(extras.empty_keys):
+            asked = extras.others
+        for extra in asked:
+            value = extra.value_of()
+            if value is None and self._leave_out(extra.keys):
+                continue
+            state[extra.name] = item = copy.copy(extra.template)
+            item.data = value
+        return state
 
-    def objects_without_value(self, found: list[ObjectSource], *, is_thin: bool) -> list[ObjectSource]:
-        """Returns all objects of a save that have no value.
+    def empty_objects(self, found: tuple[str, ...], *, is_thin: bool) -> tuple[str, ...]:
+        """Returns the keys of all objects of a save that have no value.
 
         Args:
             found: those in the state dict.
@@ -252,19 +263,16 @@ class Preparation:
                 without a value, and as long as they have none, Megatron need not see them again.
         """
         if is_thin:
-            own = {source.key: source for source in found}
-            return [source for key, source in self._without_value.items() if key in self._left_out] + [
-                source for key, source in own.items() if key not in self._left_out
-            ]
-        self._without_value = {source.key: source for source in found}
+            left_out = tuple([key for key in self._empty if key in self._left_out])
+            return left_out + tuple([key for key in found if key not in self._left_out])
+        self._empty = dict.fromkeys(found)
         return found
 
-    def leave_out(self, extra: ExtraState) -> bool:
-        """Returns whether Megatron need not see an extra state without a value, which is stored anyway."""
-        if not self._leaves_out or (extra.is_stored and extra.key not in self._without_value):
+    def _leave_out(self, keys: frozenset[str]) -> bool:
+        """Returns whether Megatron need not see objects without a value, which are stored anyway."""
+        if not self._leaves_out or not keys <= self._empty.keys():
             return False
-        if extra.is_stored:
-            self._left_out.add(extra.key)
+        self._left_out |= keys
         return True
 
     def release(self) -> None:
@@ -342,19 +350,11 @@ class Preparation:
 class _ThinChunk:
     """Stands in for a model chunk; its sharded state dict has no tensors."""
 
-    def __init__(self, preparation: Preparation, number: int, extra_states: list[ExtraState]) -> None:
-        self._preparation, self._number, self._extra_states = preparation, number, extra_states
+    def __init__(self, preparation: Preparation, number: int) -> None:
+        self._preparation, self._number = preparation, number
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._preparation.use_chunk(self._number)
-        state: dict[str, Any] = {MARK: Mark.of(self._preparation, self._number, is_thin=True)}
-        for extra in self._extra_states:
-            value = extra.value_of()
-            if value is None and self._preparation.leave_out(extra):
-                continue
-            state[extra.name] = item = copy.copy(extra.template)
-            item.data = value
-        return state
+        return self._preparation.thin_chunk(self._number)
 
 
 def _rank_and_ranks() -> tuple[int, int]:

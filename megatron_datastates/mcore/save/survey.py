@@ -28,6 +28,7 @@ from megatron_datastates.providers.tensors import is_frozen
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _CALLERS = ("megatron.core.", "megatron.training.", "torch.", "megatron_datastates.")  # that move no tensor
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
+MAKER = "get_extra_state"  # asked in every save, unless it is known to return None
 _OF_OPTIMIZERS = ("sharded_state_dict", "state_dict")
 _BUCKETING = (
     *_OF_OPTIMIZERS,
@@ -67,7 +68,7 @@ class Survey:
         modules = list(chain.from_iterable(chunk.modules() for chunk in model))
         self._classes = {cls: _deciding(cls) for cls in set(map(type, modules))}
         for cls, functions in self._classes.items():
-            _require_trusted(cls, functions)
+            _require_trusted(cls, functions[: len(_DECIDING)])
         for module in modules:
             _require_none_of_its_own(module, _DECIDING)
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
@@ -80,7 +81,11 @@ class Survey:
         members, containers = self._places()
         self._structures = (
             native.Structure(
-                members, [], attributes=list(_MEMBERS), own=list(_DECIDING), opaque=_never_stored(members)
+                members,
+                [],
+                attributes=list(_MEMBERS),
+                own=[*_DECIDING, MAKER],
+                opaque=_never_stored(members),
             ),
             native.Structure([], containers, attributes=[], own=[], opaque=["step"]),
         )
@@ -293,7 +298,7 @@ def _slow_facts(tensors: list[torch.Tensor]) -> Any:
 
 
 def _deciding(cls: type) -> list[Any]:
-    return [getattr(cls, name, None) for name in _DECIDING]
+    return [getattr(cls, name, None) for name in (*_DECIDING, MAKER)]
 
 
 def _require_trusted(cls: type, functions: Iterable[Any]) -> None:

@@ -40,13 +40,14 @@ def enable_saving(options: Options) -> None:
     Raises:
         HookPointError: this release of Megatron lacks a hook point.
     """
+    from megatron_datastates.pipeline.report import Listener
     from megatron_datastates.pipeline.saver import saver_for
 
     global _options
     attach_saving()
     saver = saver_for(options)
     saver.warm_up()
-    saver.reporter.listeners[:] = [_write_scalars]
+    saver.reporter.listeners[:] = [Listener(_write_scalars, _has_writers)]
     attach_training()
     attach_to_train()
     _options = options
@@ -289,8 +290,15 @@ def _saves_are_ours() -> bool:
     return True
 
 
+def _has_writers() -> bool:
+    """Returns whether Megatron writes to TensorBoard or W&B on this rank: on the last one only."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    return get_tensorboard_writer() is not None or get_wandb_writer() is not None
+
+
 def _write_scalars(report: dict[str, Any]) -> None:
-    """Writes this rank's times to TensorBoard and W&B. Megatron has writers on the last rank only."""
+    """Writes this rank's times to TensorBoard and W&B."""
     if report["state"] != "published" or report["iteration"] is None:
         return
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
