@@ -83,7 +83,9 @@ class Commit:
             require_files(directory, manifest)
             if is_object(directory):
                 self._write_metadata(directory / METADATA_NAME)
-            replaced = files_in_manifest(path)
+            replaced: set[str] = set()
+            with contextlib.suppress(OSError):  # then what other jobs have written stays
+                replaced = files_in_manifest(path)
             sync_above(directory)
             write_whole(path, encoded, self._faults, self._save_id, self._note_renamed)
             require_published(directory, manifest, encoded)
@@ -98,7 +100,7 @@ class Commit:
             raise
         try:
             # What is in place by now may be another job's manifest, which shares a file of unchanged tensors
-            # with the one that was replaced.
+            # with the one that was replaced. If that cannot be read, nothing is removed.
             keep = manifest.names | files_in_manifest(path)
             remove_replaced(directory, keep, self._save_id, replaced, self._superseded)
         except OSError as error:

@@ -26,11 +26,11 @@ from pathlib import Path
 from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import changed_at, is_object
+from megatron_datastates.errors import StorageError
+from megatron_datastates.files import METADATA_BYTES, changed_at, is_object, read_regular
 from megatron_datastates.format.directory import REMOVAL_NAME
-from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
+from megatron_datastates.pipeline.presence import names_in
 
 MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 
@@ -119,22 +119,19 @@ def under_way(unnamed: Sequence[UnnamedFile], min_age_seconds: float) -> str | N
     )
 
 
-def _named_by(manifest_path: Path) -> set[str]:
+def _named_by(manifest: Path) -> set[str]:
     try:
-        manifest = Manifest.decode(manifest_path.read_bytes(), os.fspath(manifest_path))
-    except FormatError:
-        return set()
-    except OSError as error:
-        if is_object(manifest_path) and not isinstance(error, FileNotFoundError):
+        return names_in(content_of(manifest))
+    except OSError:
+        if is_object(manifest):
             raise  # a store that does not answer has not said that there is none
         return set()
-    return manifest.names
 
 
 def content_of(path: Path) -> bytes | None:
-    """Returns the bytes of a file; None if it is missing."""
+    """Returns the bytes of a regular file; None if it is missing. Raises OSError."""
     try:
-        return path.read_bytes()
+        return read_regular(path, METADATA_BYTES)
     except FileNotFoundError:
         return None
 

@@ -56,7 +56,7 @@ class SharedFile:
 
 
 class Links:
-    """What a rank may link, by run directory and layout. Used by the trainer's thread only, except `link`."""
+    """What a rank may link, by run directory and layout. Used by the trainer's thread only."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[Path, bytes], SharedFile] = {}

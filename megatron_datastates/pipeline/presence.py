@@ -159,12 +159,19 @@ def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
 
 
 def files_in_manifest(path: Path) -> set[str]:
-    """Returns the files of ours that a manifest names; none without a manifest that can be read."""
+    """Returns the files of ours that a manifest names; none if it is missing or damaged. Raises OSError."""
     try:
-        manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
-    except (OSError, FormatError):
+        return set(filter(is_own_file_name, names_in(read_regular(path, MANIFEST_BYTES))))
+    except FileNotFoundError:
         return set()
-    return set(filter(is_own_file_name, manifest.names))
+
+
+def names_in(manifest: bytes | None) -> set[str]:
+    """Returns what a manifest of these bytes names; nothing if there is none, or it is damaged."""
+    try:
+        return Manifest.decode(manifest, MANIFEST_NAME).names if manifest is not None else set()
+    except FormatError:
+        return set()
 
 
 def sync_above(directory: Path) -> None:

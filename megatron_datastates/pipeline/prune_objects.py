@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from megatron_datastates import stores
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME, TRACKER_NAME
-from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.left_overs import content_of, under_way, unfinished_uploads, unnamed_files
+from megatron_datastates.pipeline.presence import names_in
 from megatron_datastates.pipeline.runs import Iteration, require_tracked
 
 
@@ -35,7 +34,7 @@ class ObjectRemoval:
         self._one, self._path, self._faults = one, one.path, faults or Faults("")
         self._names = {found.name for found in stores.all_below(one.path)}
         self._content = content_of(one.path / MANIFEST_NAME)
-        self._names |= _named_by(self._content) | _named_by(content_of(one.path / REMOVAL_NAME))
+        self._names |= names_in(self._content) | names_in(content_of(one.path / REMOVAL_NAME))
         self._names.add(METADATA_NAME)
         self._names -= {MANIFEST_NAME, REMOVAL_NAME}
 
@@ -64,12 +63,3 @@ class ObjectRemoval:
         self._faults.point("remove directory")
         stores.remove(marker)
         return None
-
-
-def _named_by(manifest: bytes | None) -> set[str]:
-    if manifest is None:
-        return set()
-    try:
-        return Manifest.decode(manifest, MANIFEST_NAME).names
-    except FormatError:
-        return set()

@@ -465,10 +465,9 @@ class Publication:
             if listed:
                 self.layouts.add_providers(record.providers_digest, data[first + second :])
 
-    def join(self) -> None:
-        """Waits until the threads of a save that is over have ended."""
-        self.save.join()
-        self.join_publisher()
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits until the threads of a save that is over have ended; returns False if one takes longer."""
+        return self.save.join(seconds) and (self._publisher is None or self._publisher.join(seconds))
 
     def join_publisher(self) -> None:
         """Waits until a manifest that is being written is in place, or could not be written."""

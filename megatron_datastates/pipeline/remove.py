@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 
@@ -25,7 +24,7 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
         DataStatesError: the directory is no readable checkpoint, or cannot be written.
     """
     checkpoint = Checkpoint.open(directory)
-    index, manifest, path = checkpoint.index, checkpoint.manifest, Path(directory)
+    index, manifest, path = checkpoint.index, checkpoint.manifest, checkpoint.directory
     removed = [key for key in (*index.tensors, *index.objects, *index.streams) if key.startswith(prefix)]
     if not removed:
         return []

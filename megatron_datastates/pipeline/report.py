@@ -55,7 +55,7 @@ class Reporter:
         listeners = [listener for listener in self.listeners if listener.is_listening()]
         if listeners:
             report = make()
-            make = functools.partial(dict, report)  # a listener may change it
+            make = functools.partial(dict, dict(report))  # a listener may change it
         if rank == 0 and later:
             self._write_later(make)
         elif rank == 0:

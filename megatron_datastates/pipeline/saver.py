@@ -30,7 +30,7 @@ from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.links import Link, Links
-from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.milestones import SaveContext, State
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_items
 from megatron_datastates.pipeline.polls import Polls
@@ -127,7 +127,8 @@ class Saver:
         run: the trainer's stream waits for them). The rest must not change before the next fence
         (engine.fence.FENCE). With `await_copies`, or if the option `lazy` is off, returns when everything has
         been copied, so that memory may also be unmapped. Nothing is published before every rank has polled
-        the returned publication a few times. Never raises: polls bring this rank's error to all ranks.
+        the returned publication a few times. Raises nothing but KeyboardInterrupt and SystemExit, which end
+        the save: polls bring this rank's error to all ranks.
 
         Args:
             far_published: called on rank 0, on some thread, once the checkpoint is published in `directory`;
@@ -159,15 +160,17 @@ class Saver:
             _refuse_without_near(publication.save.context)
             if is_object(publication.save.context.directory):
                 _close_before_pools()
-            save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context.folder))
+            save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context))
             if await_copies or not options.lazy:
                 save.await_copies()
         except (KeyboardInterrupt, SystemExit) as error:
             save.fail(error)  # polls of later saves end this one
+            save.cancel_and_remove(f"interrupted by {type(error).__name__}")
             raise
         except BaseException as error:  # torch and pyo3 have errors that are no Exception
             save.fail(error)
-        self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
+        finally:
+            self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
 
     def _choose_tier(self, publication: Publication, plan: StatePlan, origin: Origin | None) -> None:
@@ -232,17 +235,17 @@ class Saver:
         has_digests = self._get_engine().slot_bytes % BLOCK_BYTES == 0
         return self.options.link_from if self.options.link and has_digests else None
 
-    def _link(self, plan: StatePlan, directory: Path) -> Link | None:
+    def _link(self, plan: StatePlan, context: SaveContext) -> Link | None:
         """Returns a link to the last checkpoint's file of stable tensors, if there is one to be had.
 
         Not beside another save to the same directory: whichever of them is published last removes what only
         the other one names.
         """
         others = (p for p in self._unfinished if p.is_under_way)
-        if plan.stable is None or any(p.save.context.directory == directory for p in others):
+        if plan.stable is None or any(p.save.context.directory == context.directory for p in others):
             return None
-        file = self.session.links.find(directory, plan.stable.layout.digest)
-        return Link(file, directory, self._faults) if file is not None else None
+        file = self.session.links.find(context.folder, plan.stable.layout.digest)
+        return Link(file, context.folder, self._faults) if file is not None else None
 
     def _keep_link(self, publication: Publication) -> None:
         save, links = publication.save, self.session.links
@@ -254,9 +257,10 @@ class Saver:
             links.keep(save.stable.shared, save.plan.stable.layout.digest)
 
     def _abandon_old_world(self) -> None:
-        for publication in self._unfinished:
-            if publication.collectives is not self.session.collectives:
-                publication.abandon("torch.distributed was initialized anew before the save was published")
+        old = [p for p in self._unfinished if p.collectives is not self.session.collectives]
+        for publication in old:
+            publication.abandon("torch.distributed was initialized anew before the save was published")
+        self._unfinished = [p for p in self._unfinished if p not in old or not p.join(0.0)]
 
     def warm_up(self) -> None:
         """Starts the engine, which allocates staging memory in the background before the first save.
@@ -283,9 +287,15 @@ class Saver:
         it and then abandons the copies or writes.
         """
         for publication in self._unfinished:
+            if publication.is_under_way:
+                directory, state = publication.save.context.directory, publication.state
+                if state is State.FAILED:
+                    logger.warning("the save to %s has failed and was not published", directory)
+                else:
+                    logger.warning(
+                        "the save to %s was not published: it had only reached %s", directory, state.value
+                    )
             if publication.outcome is Outcome.PENDING:
-                directory, state = publication.save.context.directory, publication.state.value
-                logger.warning("the save to %s was not published: it had only reached %s", directory, state)
                 publication.abandon("the program ended before the save was published")
             publication.join_publisher()
             publication.forget()

@@ -29,7 +29,7 @@ from megatron_datastates.pipeline.branches import origin_in
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
-from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run, remove_save
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
@@ -239,6 +239,32 @@ def test_what_failed_saves_left_makes_room(tmp_path: Path) -> None:
     for node in (0, 1):
         full = [path.parent.name for path in nodes.roots[node].glob("*/iter_*/data-*")]
         assert full == ["iter_0000003"]
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_of_a_failed_save_what_another_needs_in_its_folder_is_left(tmp_path: Path, began: bool) -> None:
+    failed, later = SaveId(1, 7), SaveId(1, 8)
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    names = [failed.data_file_name(0), failed.data_file_name(3), "nodes.json", "metadata.json"]
+    others = [later.data_file_name(0)] if began else []
+    for name in names + others:
+        (folder / name).touch()
+    remove_save(folder, failed)
+    assert folder.exists() == began
+    assert not began or set(os.listdir(folder)) == {*names[2:], *others}
+
+
+def test_a_failed_save_into_the_folder_of_a_published_one_takes_nothing_of_it(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "rename manifest:2:EIO"}, near_keep=2)
+    nodes.save(1)
+    assert nodes.save(1).outcome is Outcome.FAILED
+    for iteration in (2, 3):
+        nodes.save(iteration)
+    wait_for(lambda: nodes.is_far(3))
+    nodes.close()
+    for iteration in (1, 2, 3):
+        nodes.check(iteration)
 
 
 # -- the drain -------------------------------------------------------------------------------------------

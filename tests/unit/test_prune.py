@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -61,6 +62,13 @@ def test_what_the_tracker_names_stays(root):
     (root / TRACKER_NAME).write_text("200")
     assert removed(root, keep_last=1) == [100, 300, 400]
     assert reasons(root, keep_last=1)[200] == "the tracker names it"
+
+
+def test_a_pipe_in_the_place_of_a_manifest_holds_nobody(root):
+    manifest = place(root, 400) / MANIFEST_NAME
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert "manifest is lost" in reasons(root, keep_last=1)[400]
 
 
 def test_a_damaged_checkpoint_stays_and_does_not_count(root):

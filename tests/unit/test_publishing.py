@@ -144,6 +144,24 @@ def test_errors_of_a_network_file_system_may_pass(saver, tmp_path, monkeypatch, 
     assert_holds(tmp_path / "c", 1)
 
 
+def test_while_the_new_manifest_cannot_be_read_nothing_is_removed(tmp_path, monkeypatch, caplog):
+    """It may be another job's by now, which shares files with the one that was replaced."""
+    saver, works = new_saver(), commit_module.files_in_manifest
+    save(saver, tmp_path, tensors(1))
+    calls = itertools.count()  # the second is the one after the rename
+
+    def fails_after_the_rename(path):
+        if next(calls) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return works(path)
+
+    monkeypatch.setattr(commit_module, "files_in_manifest", fails_after_the_rename)
+    assert save(saver, tmp_path, tensors(2)).outcome is Outcome.PUBLISHED
+    saver.close()
+    assert len(data_files(tmp_path)) == 2 and "files of earlier saves were not removed" in caplog.text
+    assert_holds(tmp_path, 2)
+
+
 def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
     missing, looks = presence.missing_files, itertools.count()

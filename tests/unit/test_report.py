@@ -318,6 +318,16 @@ def test_the_report_of_a_polled_save_is_made_beside_the_trainer(tmp_path):
     assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_listener_that_changes_a_report_changes_only_its_own(tmp_path):
+    reporter = Reporter(str(tmp_path / "reports.jsonl"))
+    reporter.listeners.append(Listener(lambda report: report.clear()))
+    for later in (True, False):
+        reporter.emit(0, lambda: save_report(publication_of([RECORD]), "async"), later=later)
+    assert reporter.flush(10.0)
+    lines = (tmp_path / "reports.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["save", "save"]
+
+
 def test_a_listener_that_fails_harms_nothing(reporting, tmp_path, caplog):
     saver, lines = reporting
     heard: list[dict] = []

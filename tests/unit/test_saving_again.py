@@ -14,9 +14,11 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, SMALL, Chained, State, bits, data_files, new_saver, random_tensor, save
@@ -120,6 +122,36 @@ def test_an_interrupted_fence_holds_the_next_step_too(tmp_path):
     tensor.fill_(1)
     assert publication.wait() is Outcome.PUBLISHED
     assert stored(tmp_path / "c") == {"w": bits(torch.zeros(1024, 1024))}
+
+
+def test_an_interrupt_while_all_is_copied_ends_the_save(tmp_path, monkeypatch):
+    saver = new_saver()
+
+    def interrupted(rank_save):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankSave, "await_copies", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.start(tmp_path / "c", State(fresh(1), mutability=Mutability.AT_FENCE), await_copies=True)
+    (publication,) = saver._unfinished
+    assert publication.join(60.0)
+    assert not list((tmp_path / "c").iterdir())
+    assert save(saver, tmp_path / "d", fresh(2)).outcome is Outcome.PUBLISHED
+    assert publication.outcome is Outcome.FAILED, "polls of the later save have ended it"
+    saver.close()
+
+
+def test_saves_of_a_world_that_is_gone_are_forgotten(tmp_path):
+    saver = new_saver()
+    for number in range(3):
+        saver.start(tmp_path / str(number), State(fresh(number)))
+        saver.session.collectives = Collectives()  # as after torch.distributed was initialized anew
+    saver._abandon_old_world()
+    assert all(one.join(60.0) for one in saver._unfinished)
+    saver._abandon_old_world()
+    assert saver._unfinished == []
+    saver.close()
 
 
 def test_saves_that_are_over_are_freed_without_the_garbage_collector(tmp_path):

@@ -60,11 +60,11 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def __init__(
         self,
+        *,
         assume_immutable: bool = False,
         options: Options | None = None,
         providers: Providers = (),
         transform: Transform | None = None,
-        **unused: Any,
     ) -> None:
         attach_saving()
         super().__init__(backend=BACKEND, version=1)

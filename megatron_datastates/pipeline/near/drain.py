@@ -41,6 +41,7 @@ from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
     manifest_in,
     remove_folder,
+    remove_save,
 )
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
@@ -103,8 +104,11 @@ class Drain:
         self._changed = threading.Condition()
         self._to_copy: deque[NearSave] = deque()
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
-        self._kept: list[NearSave] = []  # all that are still near, oldest first
-        self._failed: deque[Path] = deque()  # folders of failed saves
+        # All that are still near, oldest first. Replaced as a whole, and read without the lock.
+        self._kept: list[NearSave] = []
+        self._failed: deque[tuple[Path, SaveId]] = (
+            deque()
+        )  # where saves that have failed may have files
         self._notes = JobNotes()
         self._leftovers = Leftovers()
         self._thread: BackgroundThread | None = None
@@ -119,8 +123,8 @@ class Drain:
         if save.near is not None:
             self._leftovers.begin(save.near.parent, save.save_id.run_id)
         with self._changed:
-            self._kept.append(save)
-            self._kept.sort(key=lambda one: one.save_id.ordinal)  # a later one may have ended before it
+            # A later one may have ended before it. A new list, as the thread may be looking at the old one.
+            self._kept = sorted([*self._kept, save], key=lambda one: one.save_id.ordinal)
             if save.is_drained:
                 self._to_copy.append(save)
             self._changed.notify_all()
@@ -160,9 +164,9 @@ class Drain:
             self._leftovers.is_far = True
             self._changed.notify_all()
 
-    def note_failed(self, near: Path) -> None:
-        """Takes note of a folder of a failed save that may hold files; removed after the next save."""
-        self._failed.append(near)
+    def note_failed(self, near: Path, save_id: SaveId) -> None:
+        """Takes note of a failed save: its files in this folder go once another was published near."""
+        self._failed.append((near, save_id))
 
     def is_pending(self, directory: Path) -> bool:
         """Returns whether a checkpoint's directory is still to be filled."""
@@ -390,30 +394,29 @@ class Drain:
 
     def _evict(self) -> None:
         """Removes what the near tier need not keep: all but the newest saves, once they are far."""
-        if not self._kept:
+        kept, keep = self._kept, self._options.near_keep
+        if not kept:
             return
-        newest, keep = self._kept[-1], self._options.near_keep
+        newest = kept[-1]
         if newest.near is not None:
-            count = len(self._kept) - keep
+            count = len(kept) - keep
             for folder in self._leftovers.removable(
                 newest.near.parent,
                 newest.far.parent,
                 newest.save_id,
                 lambda published: max(published + count, 0),
-                lambda: any(map(_is_in_place, self._kept)),
+                lambda: any(map(_is_in_place, kept)),
             ):
                 _remove(folder)
         while self._failed:
-            failed = self._failed.pop()
-            if all(failed != one.near for one in self._kept):
-                _remove(failed)
+            _remove(*self._failed.pop())
         with self._changed:
             busy = [*self._to_copy, *self._to_commit]
-        for save in self._kept[: max(len(self._kept) - keep, 0)]:
+        for save in kept[: max(len(kept) - keep, 0)]:
             if save in busy or (save.is_drained and not self._is_far(save)):
                 continue
             with self._changed:
-                self._kept.remove(save)
+                self._kept = [one for one in self._kept if one is not save]
             if save.near is not None and all(save.near != one.near for one in self._kept):
                 _remove(save.near)
             if save.commit is not None and not save.is_drained:
@@ -441,9 +444,10 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, save_id: SaveId | None = None) -> None:
+    """Removes a folder or, of that save alone, its files there."""
     try:
-        remove_folder(folder)
+        remove_folder(folder) if save_id is None else remove_save(folder, save_id)
     except FileNotFoundError:
         pass
     except OSError as error:

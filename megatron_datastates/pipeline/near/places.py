@@ -181,6 +181,24 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def remove_save(folder: Path, save_id: SaveId) -> None:
+    """Removes a save's files from a checkpoint's folder, with what no other save needs there. Raises OSError.
+
+    Another save may be writing there: what comes while this looks is left.
+    """
+    manifest = manifest_in(folder)
+    if manifest is not None and manifest.save_id == save_id:
+        (folder / MANIFEST_NAME).unlink()
+    names = {name: save_id_in_name(name) for name in os.listdir(folder)}
+    is_alone = MANIFEST_NAME not in names and set(names.values()) <= {None, save_id}
+    for name, own in names.items():
+        if own == save_id or is_alone:
+            (folder / name).unlink(missing_ok=True)  # the save itself removes some
+    if is_alone:
+        with contextlib.suppress(OSError):  # it is not empty any more
+            folder.rmdir()
+
+
 def run_ids_in(run: Path) -> frozenset[int]:
     """Returns which runs have files in a run's folder of a near tier: each job is a run of its own."""
     with contextlib.suppress(OSError):

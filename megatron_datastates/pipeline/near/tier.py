@@ -178,7 +178,7 @@ class NearTier:
         if publication.outcome is not Outcome.PUBLISHED:
             self._has_failed = context.near is not None and publication.save.failure is not None
             if context.near is not None and near is not None and near.stores:
-                self.drain.note_failed(context.near)
+                self.drain.note_failed(context.near, context.save_id)
             return
         self._note_job(context, origin, is_first, near is not None and near.stores)
         if near is None:
