@@ -190,8 +190,10 @@ class Options:
         "in Megatron's training loop, reuse what the last save has prepared (names, places and shapes of "
         "tensors) after checking that it still holds; off prepares every save anew (default on)",
     )
-    copy_threads: int = _option(2, _threads, "N", "threads that copy into staging memory (default 2)")
-    write_threads: int = _option(8, _threads, "N", "threads that compute checksums and write (default 8)")
+    copy_threads: int = _option(2, _threads, "N", "threads that copy host memory, with checksums (default 2)")
+    write_threads: int = _option(
+        8, _threads, "N", "threads that write, with checksums of what a device has copied (default 8)"
+    )
     read_threads: int = _option(4, _threads, "N", "threads that read and check at a load (default 4)")
     copy_limit: int = _option(
         0, parse_bytes, "SIZE", "copy at most this many bytes a second, per rank (default 0: no limit)"
@@ -298,7 +300,8 @@ class Options:
         "",
         str,
         "PATH",
-        "rank 0 appends one line of JSON per save and per load to this file (default: no file)",
+        "rank 0 appends one line of JSON to this file for each save, each load and what near tiers do "
+        "(default: no file)",
     )
     # For tests and benchmarks; --help does not list them.
     faults: str = dataclasses.field(default="", metadata={})

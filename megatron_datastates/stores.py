@@ -6,7 +6,7 @@ whole when its upload ends, or never. Listings may be late or paged, so nothing 
 checkpoint is complete uses them.
 
 Belongs here: single requests, and the errors of the client as OSError. Does not belong here: what is
-requested, and in which order (files.py for reading, pipeline/far.py for what a drain does).
+requested, and in which order (files.py for reading, pipeline/near/uploading.py for what a drain does).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -115,8 +116,8 @@ nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const 
   };
   std::vector<uint64_t> addresses(count);
   std::memcpy(addresses.data(), known.c_str(), known.size());
-  nb::list storages = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count)));
-  if (!storages.is_valid()) throw nb::python_error();
+  std::vector<nb::object> storages;
+  storages.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), i);
     nb::dlpack::dltensor facts;
@@ -132,10 +133,14 @@ nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const 
     if (!VisitFacts(facts, matches)) return nb::none();
     nb::object storage = Call(storage_of, tensor);
     if (!storage.is_valid()) return nb::none();
-    PyList_SET_ITEM(storages.ptr(), i, storage.release().ptr());
+    storages.push_back(std::move(storage));
   }
   if (expected != end) return nb::none();
-  return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)), storages);
+  // Made at the end: Python sees lists that lack items, while torch runs other threads.
+  nb::object found = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
+  if (!found.is_valid()) throw nb::python_error();
+  for (size_t i = 0; i < count; ++i) PyList_SET_ITEM(found.ptr(), i, storages[i].release().ptr());
+  return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)), found);
 }
 
 }  // namespace datastates

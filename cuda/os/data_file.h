@@ -37,7 +37,6 @@ class DataFile {
 
   bool direct() const { return direct_; }
   bool keeps() const { return backend_->Keeps(); }
-  const std::string& path() const { return path_; }
 
  private:
   void MakeDirectories();

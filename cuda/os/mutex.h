@@ -19,7 +19,6 @@
 #define REQUIRES(...) MDS_ANNOTATION(requires_capability(__VA_ARGS__))  // the caller holds it
 #define ACQUIRE(...) MDS_ANNOTATION(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) MDS_ANNOTATION(release_capability(__VA_ARGS__))
-#define EXCLUDES(...) MDS_ANNOTATION(locks_excluded(__VA_ARGS__))
 #define NO_THREAD_SAFETY_ANALYSIS MDS_ANNOTATION(no_thread_safety_analysis)
 
 namespace datastates {

@@ -77,7 +77,6 @@ class SlotPool {
   // built. Throws Failure if not even one slot could be built.
   Slot Acquire(const std::function<bool()>& give_up, double* growing_seconds = nullptr);
 
-  size_t slot_bytes() const { return slot_bytes_; }
   struct Facts {
     size_t slots = 0, idle = 0;
     size_t page_locked_bytes = 0;

@@ -25,10 +25,6 @@ class Fenced(Protocol):
         """Fails the save, because the memory changed before it was fenced."""
         ...
 
-    def on_poll(self) -> None:
-        """Starts what was deferred until the trainer polls for this save or another one."""
-        ...
-
 
 class Reader(Protocol):
     """A save whose copies may be under way, whether the fence has released it or not."""
@@ -115,11 +111,6 @@ class Fence:
             except IndexError:
                 return
             yield save
-
-    def on_poll(self) -> None:
-        """Notifies every registered save of a poll: Megatron's queue polls only the oldest save."""
-        for save in list(self._standing):
-            save.on_poll()
 
     def forget(self) -> None:
         """Drops all saves, in a forked child: no thread of the child works on them."""

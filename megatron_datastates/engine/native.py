@@ -32,6 +32,7 @@ Structure = _native.Structure
 Reader = _native.Reader
 EAGER_FLAG = _native.EAGER_FLAG
 DEVICE_FLAG = _native.DEVICE_FLAG
+SLICE_SECONDS = 0.1  # waits in native code return this often, so that signals and restarts get through
 
 
 def error_of(failure: NativeError, text: str = "") -> FailedCallError:

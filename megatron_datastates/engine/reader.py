@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 SLOT_BYTES = 4 * MIB  # the longest read
-_SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
 # A footer has 4 bytes of checksum per block of 1 MiB, and a table of objects.
 _DATA_PER_FOOTER_BYTE, _MOST_OF_OBJECTS = MIB // 8, 256 * MIB
 _READ_AHEAD_BYTES = 64 << 10  # for small ranges that lie close together
@@ -119,7 +118,7 @@ class Reader:
         reported, is_over = 0, False
         try:
             while not is_over:
-                is_over = job.wait(_SLICE_SECONDS)
+                is_over = job.wait(native.SLICE_SECONDS)
                 bytes_read = job.result()[0]
                 progress(bytes_read - reported)
                 reported = bytes_read

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,6 @@ from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout
 
 _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
-_SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
 Words = npt.NDArray[np.uint64]
 
 
@@ -243,7 +243,7 @@ class FileSave:
     def wait_eager(self, seconds: float) -> None:
         """Returns when eager sources may change. After `seconds` the save fails instead."""
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.EAGER, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.EAGER, native.SLICE_SECONDS):
             if time.monotonic() > deadline:
                 self.cancel(f"tensors that may change at once were not copied within {seconds:g} s")
         if self._on_device:
@@ -269,7 +269,7 @@ class FileSave:
         """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.STAGED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.STAGED, native.SLICE_SECONDS):
             if time.monotonic() > deadline:
                 self.cancel(f"not everything was copied within {seconds:g} s")
 
@@ -289,7 +289,7 @@ class FileSave:
         """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.ENQUEUED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.ENQUEUED, native.SLICE_SECONDS):
             if time.monotonic() > deadline:
                 return False
         if self._on_device:
@@ -303,7 +303,7 @@ class FileSave:
     def wait_hashed(self, seconds: float) -> bool:
         """Waits until all digests are taken, or the save has failed; returns False after `seconds`."""
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.WRITTEN, max(min(_SLICE_SECONDS, seconds), 0.0)):
+        while not self._job.wait(native.Milestone.WRITTEN, max(min(native.SLICE_SECONDS, seconds), 0.0)):
             if time.monotonic() >= deadline:
                 return False
         return True
@@ -342,13 +342,13 @@ class FileSave:
         return self._wait(native.Milestone.DURABLE)
 
     def _wait(self, milestone: native.Milestone) -> bool:
-        reached = bool(self._job.wait(milestone, _SLICE_SECONDS))
+        reached = bool(self._job.wait(milestone, native.SLICE_SECONDS))
         self._raise_failure()
         return reached
 
     def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+        if (error := self.failure) is not None:
+            raise error
 
     def block_checksums(self) -> bytes:
         return bytes(self._job.block_checksums()) if self._engine.options.checksums else b""
@@ -363,7 +363,7 @@ class FileSave:
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes its file."""
-        while not self._job.wait(native.Milestone.RELEASED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
             if self._engine.given_up:
                 return
         self._job.remove()
@@ -377,8 +377,8 @@ class FileSave:
     def failure(self) -> FailedCallError | None:
         """The first error, if any. For a torn copy it names the tensors that may have changed."""
         status = self._job.status()
-        error, begin, size = status["error"], int(str(status["torn_at"])), int(str(status["torn_bytes"]))
-        if not isinstance(error, native.NativeError):
+        error, begin, size = status["error"], status["torn_at"], status["torn_bytes"]
+        if error is None:
             return None
         if size == 0:
             return native.error_of(error)
@@ -386,6 +386,6 @@ class FileSave:
         text = f"{_some_of(keys)} changed too early: {error.strerror}"
         return native.error_of(error, f"{text}. Code that changes it must call the fence first")
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         """Returns counters and times of the native job (cuda/engine/save_job.h, Status)."""
-        return dict(self._job.status())
+        return self._job.status()

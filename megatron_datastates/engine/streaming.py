@@ -18,7 +18,6 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import ALIGNMENT
 
-_SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
 _PASSED_BYTES = MIB  # what is at least as long is passed to the engine where it is, without a copy
 
 
@@ -146,18 +145,14 @@ class StreamedFile:
         """Cancels the file, waits until nothing is in flight, and removes it."""
         if self._job is not None:
             self._job.cancel("the conversion was abandoned")
-            while not self._job.wait(native.Milestone.RELEASED, _SLICE_SECONDS):
+            while not self._job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
                 pass
             self._job.remove()
             self._job = None
 
     def _wait(self, job: native.SaveJob, milestone: native.Milestone) -> None:
-        while not job.wait(milestone, _SLICE_SECONDS):
+        while not job.wait(milestone, native.SLICE_SECONDS):
             pass
-        self._status(job)
-
-    def _status(self, job: native.SaveJob) -> dict[str, object]:
-        status: dict[str, object] = dict(job.status())
-        if isinstance(status["error"], native.NativeError):
-            raise native.error_of(status["error"])
-        return status
+        error = job.status()["error"]
+        if error is not None:
+            raise native.error_of(error)

@@ -20,7 +20,6 @@ from megatron_datastates.engine import native
 from megatron_datastates.format.values import ALIGNMENT, SMALL_ALIGNMENT
 from megatron_datastates.plan.layout import align_up
 
-_SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
 _MOST_CHUNK_BYTES = 4 << 20
 
 
@@ -115,7 +114,7 @@ class TailWriter:
 
     def _await_slot(self) -> None:
         """Waits until the chunk appended last is in a slot, so that its memory can be filled again."""
-        while not self._job.wait(native.Milestone.APPENDED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.APPENDED, native.SLICE_SECONDS):
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self._job.cancel("no staging memory became free for objects that may change at once")
         self._raise_failure()

@@ -48,10 +48,6 @@ class TailEntry(NamedTuple):
     frame_sizes: tuple[int, ...] = ()  # as stored; none without a codec
     sha256: Digest = NOT_RECORDED  # of the logical bytes
 
-    def extent(self, file: int) -> Extent:
-        """Returns where its stored bytes are, given the number of its data file."""
-        return Extent(file, self.offset, self.stored_bytes)
-
 
 def object_entries(places: Mapping[str, Extent]) -> list[TailEntry]:
     """Returns the entries of objects that are stored as they are, by key."""

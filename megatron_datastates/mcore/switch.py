@@ -41,8 +41,8 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _warn_of_object_stores(directory: str) -> None:
     logger.warning(
-        "%s is on but %s is an object store, which the datastates format cannot be saved to: Megatron saves "
-        "there in its own format",
+        "%s is on but %s is an object store, which only --ckpt-format datastates saves to (in "
+        "Megatron's training loop): Megatron saves there in its own format",
         VARIABLE,
         directory,
     )

@@ -119,14 +119,20 @@ class Collectives:
     def start_gather(self, record: bytes) -> PendingResult[bytes]:
         """Asks for the records of all ranks, joined in the order of ranks; all have the same length.
 
-        A sum, too, of bytes in different places: NCCL sums along trees, and gathers around a ring. Around
-        16,384 ranks each save's records would keep the trainer's stream for tens of milliseconds.
+        A sum, too, of numbers in different places: NCCL sums along trees, and gathers around a ring. Around
+        16,384 ranks each save's records would keep the trainer's stream for tens of milliseconds. (With
+        NCCL_ALGO=Ring a sum takes twice as long as a gather would.)
         """
         if not self.distributed:
             return _Known(record)
         self._count("gather")
-        own, count = _tensor_of(record), self.size * len(record)
-        return self._start(own, self.rank * len(record), count, lambda data: data.numpy().tobytes())
+        # Whole numbers: not all of NCCL's algorithms sum bytes.
+        own = _tensor_of(record + bytes(-len(record) % 4)).view(torch.int32)
+
+        def decode(found: torch.Tensor) -> bytes:
+            return found.view(torch.uint8).numpy().reshape(self.size, -1)[:, : len(record)].tobytes()
+
+        return self._start(own, self.rank * own.numel(), self.size * own.numel(), decode)
 
     def _start(
         self, own: torch.Tensor, at: int, count: int, decode: Callable[[torch.Tensor], T]

@@ -42,14 +42,13 @@ class PublicationExtras:
 def record_of(
     save: RankSave,
     *,
-    rank: int,
     index_bytes: Sequence[int],
     providers_digest: bytes,
     providers_bytes: int,
     node: int,
     host: bytes,
     endpoint: bytes,
-    forgets: bool = False,
+    forgets: bool,
 ) -> RankRecord:
     """Returns what this rank sends of its durable save.
 
@@ -63,7 +62,7 @@ def record_of(
     layouts = save.plan.layouts() if save.plan is not None else []
     stable = save.stable.shared if save.stable is not None else None
     return RankRecord(
-        rank=rank,
+        rank=save.context.rank,
         has_file=file is not None,
         file_bytes=file.bytes if file else 0,
         footer_offset=file.footer_offset if file else 0,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.errors import FormatError
 from megatron_datastates.format.optimizer_map import (
     Bucket,
     MapReach,
@@ -31,7 +31,7 @@ from megatron_datastates.format.optimizer_map import (
 )
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.plan.boxes import Box, contiguous_strides, first_overlap, intersect
+from megatron_datastates.plan.boxes import Box, checked_slice, contiguous_strides, first_overlap, intersect
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead
 from megatron_datastates.plan.strided import Line, plan_strided
@@ -93,7 +93,7 @@ class StateTensor:
             MismatchError: the slice leaves the tensor.
             FormatError: the slice has elements without state.
         """
-        offset, shape = self._slice(offset, shape)
+        offset, shape = checked_slice(self.key, self.global_shape, offset, shape)
         found = []
         for piece in self.pieces:
             shard = piece.shard
@@ -181,24 +181,12 @@ class StateTensor:
         """
         import torch  # here, so that commands that only look need none
 
-        offset, shape = self._slice(offset, shape)
+        offset, shape = checked_slice(self.key, self.global_shape, offset, shape)
         self.sources(offset, shape)  # raises before memory is asked for: a hostile map has any shape
         target = torch.empty(shape, dtype=torch_dtype(self.dtype, self.key))
         reads = self.plan(offset, shape, contiguous_strides(shape))
         self.checkpoint.read([ScheduledRead(part, target.data_ptr()) for part in reads])
         return target
-
-    def _slice(
-        self, offset: Sequence[int] | None, shape: Sequence[int] | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        whole = self.global_shape
-        offset = tuple(offset) if offset is not None else (0,) * len(whole)
-        shape = tuple(shape) if shape is not None else whole
-        if not len(offset) == len(shape) == len(whole) or any(
-            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, whole, strict=True)
-        ):
-            raise MismatchError(f"{self.key!r} has shape {whole}: there is no slice of {shape} at {offset}")
-        return offset, shape
 
 
 class BucketStates(Mapping[str, StateTensor]):

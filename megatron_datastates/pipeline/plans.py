@@ -258,10 +258,6 @@ class StatePlan:
     def layout(self) -> Layout:
         return self.first.layout
 
-    @property
-    def copies(self) -> CopyPlan:
-        return self.first.copies
-
     def layouts(self) -> list[Layout]:
         """Returns the layouts of the data files, in the order of groups."""
         return [self.first.layout, *([self.stable.layout] if self.stable is not None else [])]
@@ -322,9 +318,14 @@ def tail_items(state: Collected) -> list[TailItem]:
     return items
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a model may have objects for each layer, the same at every save
+def _named_item(kind: Kind, key: str) -> TailItem:
+    return TailItem(kind, key)
+
+
 def _tail_item(key: str, source: TailSource) -> TailItem:
     if source.kind is not Kind.FRAGMENT:
-        return TailItem(source.kind, key)
+        return _named_item(source.kind, key)
     place: Place = source.place  # type: ignore[attr-defined]
     dtype: torch.dtype = source.dtype  # type: ignore[attr-defined]
     return TailItem(Kind.FRAGMENT, key, Fragment(key, dtype_name(dtype), *place))

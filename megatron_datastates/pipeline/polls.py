@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult
 
 FLAGS = 5  # numbers that each save adds to the sum
@@ -99,5 +98,4 @@ class Polls:
         self._asked = self.collectives.start_sum(flags) if flags else None
         for save in self._saves:
             save.end_poll()
-        FENCE.on_poll()
         return over

@@ -339,7 +339,6 @@ class Publication:
         plans = self.save.plan.layouts() if self.save.plan is not None else []
         return record_of(
             self.save,
-            rank=self.collectives.rank,
             # Nothing of what rank 0 has already is sent.
             index_bytes=[0 if plan.digest in layouts.known else len(plan.index) for plan in plans],
             providers_digest=digest,

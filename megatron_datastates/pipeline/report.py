@@ -52,7 +52,7 @@ class Reporter:
             later: a thread writes it, because the trainer is in a poll: the file may be on slow storage, and
                 statistics of thousands of ranks take milliseconds.
         """
-        listeners = [listener for listener in self.listeners if listener.is_listening()]
+        listeners = [listener for listener in self.listeners if self._is_listening(listener)]
         if listeners:
             report = make()
             make = functools.partial(dict, dict(report))  # a listener may change it
@@ -69,15 +69,28 @@ class Reporter:
                     "the listener %r raised for the report of a %s: %s", listener.hear, report["event"], error
                 )
 
+    @staticmethod
+    def _is_listening(listener: Listener) -> bool:
+        try:
+            return listener.is_listening()
+        except Exception as error:
+            logger.warning("the listener %r raised when it was asked for: %s", listener.hear, error)
+            return False
+
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all reports are written; returns False if they are not after `seconds`."""
         return self._writer is None or self._writer.join(seconds)
 
     def _write_later(self, make: Callable[[], Report]) -> None:
-        def write() -> None:
-            self.write(make())
+        makers, before = [make], self._writer
 
-        writer = BackgroundThread(write, after=self._writer, delay=AFTER_POLL_SECONDS)
+        def write() -> None:
+            report = makers.pop()()  # first: what it refers to is not kept while the file hangs
+            if before is not None:
+                before.join()
+            self.write(report)
+
+        writer = BackgroundThread(write, delay=AFTER_POLL_SECONDS)
         try:
             writer.start()
             self._writer = writer
@@ -192,7 +205,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
 
 def _rank_statistics(records: npt.NDArray[np.void]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
-    for name in ("held", "fence", "stream_wait", "staging", "writing", "durable"):
+    for name in ("held", "fence", "stream_wait", "staging", "writing", "durable", "slot_wait"):
         values = records[name]
         if len(values):
             found[name] = {

@@ -397,7 +397,7 @@ class RankSave:
         each = [file.status() for file in self._files]
 
         def values(key: str) -> list[float]:
-            return [0.0, *(float(str(status.get(key, 0.0))) for status in each)]
+            return [0.0, *(status.get(key, 0.0) for status in each)]
 
         names = {"staging": "staged_at", "writing": "written_at", "durable": "durable_at"}
         times = {name: max(values(key)) for name, key in names.items()}
@@ -424,7 +424,7 @@ class RankSave:
         except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
             self._cancel(str(error))
             self.fail(error)
-            self.tail.close()
+            self.tail.close()  # before what may take long: the trainer may wait for it
             self._remove()
         self.tail.close()
         if self._removal_wanted.is_set():
@@ -445,8 +445,8 @@ class RankSave:
     ) -> DurableFile:
         """Writes a file's footer once its data are written and confirmed; returns when it is durable."""
         while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
-            if save.failure is not None:
-                raise save.failure
+            if (error := save.failure) is not None:
+                raise error
         footer = self._footer(save, data_end, entries, group)
         save.finish(footer)
         self._written.set()

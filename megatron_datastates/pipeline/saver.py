@@ -108,7 +108,7 @@ class Saver:
         self._unfinished: list[Publication] = []
         self.near: NearTier | None = None
         if options.near:
-            self.near = NearTier(options, self._faults, self._report_near)
+            self.near = NearTier(options, self._faults, self.reporter.write)
 
     def start(
         self,
@@ -192,9 +192,6 @@ class Saver:
             self._keep_link(publication)
         if self.near is not None and far_published is not None:
             self.near.on_end(publication, far_published, origin)
-
-    def _report_near(self, report: dict[str, object]) -> None:
-        self.reporter.write(report)
 
     def _admit(self, publication: Publication) -> None:
         """Counts the unfinished saves; raises DataStatesError if the options allow none beside a new one."""
@@ -387,9 +384,6 @@ class _AtFirstFences:
 
     def mark_torn(self, reason: str) -> None:
         self._prepare(has_stepped=True)
-
-    def on_poll(self) -> None:
-        """Does nothing: no copies were postponed until a poll."""
 
     def _prepare(self, *, has_stepped: bool) -> None:
         engine = self._engine

@@ -194,11 +194,6 @@ class StableFile:
 
     # -- any thread -------------------------------------------------------------------------------------
 
-    @property
-    def is_linked(self) -> bool:
-        """Whether the tensors were found unchanged, so that nothing is written."""
-        return self._is_linked
-
     def cancel(self, reason: str) -> None:
         if os.getpid() != self._process:
             return
@@ -219,8 +214,8 @@ class StableFile:
         return DataStatesError(self._cancelled) if self._cancelled else None
 
     def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+        if (error := self.failure) is not None:
+            raise error
 
     def _jobs(self) -> list[FileSave]:
         return [job for job in (self._digesting, self._writing) if job is not None]

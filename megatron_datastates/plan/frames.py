@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_datastates.format.codecs import FRAME_BYTES
+from megatron_datastates.format.optimizer_map import footprint_elements
 from megatron_datastates.format.tail import TailEntry
 
 
@@ -33,16 +34,11 @@ class FramedBox:
     def span(self) -> tuple[int, int]:
         """Where it begins and ends in the entry, in logical bytes."""
         begin = self.first * self.item_bytes
-        return begin, begin + footprint(self.lengths, self.strides) * self.item_bytes
+        return begin, begin + footprint_elements(self.lengths, self.strides) * self.item_bytes
 
     def moved(self, target_bytes: int) -> FramedBox:
         """Returns the same box with a destination that many bytes further on."""
         return dataclasses.replace(self, target=self.target + target_bytes)
-
-
-def footprint(lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the number of elements from the first to the last of a strided box, both included."""
-    return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
 def plan_range(file: int, entry: TailEntry, begin: int, size: int) -> FramedBox:
@@ -82,7 +78,7 @@ def _has_wide_gap(box: FramedBox) -> bool:
 
 
 def _gap(box: FramedBox, axis: int) -> int:
-    inner = footprint(box.lengths[axis + 1 :], box.strides[axis + 1 :])
+    inner = footprint_elements(box.lengths[axis + 1 :], box.strides[axis + 1 :])
     return (box.strides[axis] - inner) * box.item_bytes
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from megatron_datastates.errors import DataStatesError, ProviderError
 from megatron_datastates.providers.base import EmptyObjects, StateProvider, TailSource, Tensors, TensorSource
-from megatron_datastates.providers.objects import empty_sources
+from megatron_datastates.providers.objects import ObjectSource, empty_sources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Collected:
     tensors: Tensors = dataclasses.field(default_factory=Tensors)
     tail: list[TailSource] = dataclasses.field(default_factory=list)
     tail_keys: list[str] = dataclasses.field(default_factory=list)
-    empty: list[Empty] = dataclasses.field(default_factory=list)  # entries that all are known of, in order
+    # Runs of objects without a value, in their order; `tail` has them, too.
+    empty: list[Empty] = dataclasses.field(default_factory=list)
     parts: list[Part] = dataclasses.field(default_factory=list)
 
     def others(self) -> Iterator[int]:
@@ -98,9 +99,14 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
 
 def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     for entry in provider.entries():
-        if isinstance(entry, Tensors):
+        if type(entry) is ObjectSource:  # first: a model may have several for each layer
+            state.tail.append(entry)
+            state.tail_keys.append(prefix + entry.key)
+        elif isinstance(entry, Tensors):
             state.tensors.extend(entry, prefix)
         elif isinstance(entry, EmptyObjects):
+            if not entry.keys:
+                continue
             keys = tuple([prefix + key for key in entry.keys]) if prefix else entry.keys
             state.empty.append(Empty(len(state.tail), keys))
             state.tail.extend(empty_sources(entry))

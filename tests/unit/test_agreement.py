@@ -24,6 +24,7 @@ class LateDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[int] = []  # bytes of tensors on the device
         self._queue: deque[Callable[[], Any]] = deque()
+        self._cleared: list[int] = []  # addresses of what the next sum joins
         monkeypatch.setattr(dist, "all_reduce", lambda tensor: self._later(lambda: self._sum(tensor)))
         monkeypatch.setattr(dist, "gather", self._gather_to_first)
         monkeypatch.setattr(Collectives, "_transport", lambda collectives: self)
@@ -39,15 +40,17 @@ class LateDevice:
         self._later(lambda: target.copy_(source))
 
     def clear(self, target: torch.Tensor) -> None:
+        self._cleared.append(target.data_ptr())
         self._later(target.zero_)
 
     def event(self) -> LateEvent:
         return LateEvent(self._queue)
 
     def _sum(self, tensor: torch.Tensor) -> None:
-        if tensor.dtype == torch.int32:
+        if tensor.data_ptr() not in self._cleared:
             tensor.mul_(RANKS)
             return
+        self._cleared.remove(tensor.data_ptr())  # each rank has its numbers in a place of their own
         mine, others = tensor.view(RANKS, -1)[0], tensor.view(RANKS, -1)[1:]  # this is rank 0
         others += mine
 
@@ -128,6 +131,16 @@ def test_later_gathers_allocate_nothing_on_the_device(device: LateDevice, collec
             record = bytes([i]) * size
             assert collectives.start_gather(record).result() == record * RANKS
     assert device.made == [3 * 16, 3 * 24]
+
+
+def test_records_of_any_length_are_joined_beside_sums_of_the_same_size(collectives: Collectives) -> None:
+    for size in (0, 1, 2, 3, 4, 5, 11):
+        record = bytes(range(0xF5, 0xF5 + size))
+        values = [-1] * (RANKS * -(-size // 4))
+        for _ in range(2):
+            asked = collectives.start_gather(record), collectives.start_sum(values)
+            assert asked[1].result() == [-RANKS] * len(values)
+            assert asked[0].result() == record * RANKS
 
 
 def test_gathers_in_flight_at_the_same_time_do_not_share_memory(collectives: Collectives) -> None:

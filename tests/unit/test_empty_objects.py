@@ -76,6 +76,11 @@ def test_a_layout_knows_them_as_objects() -> None:
     assert [(part.first_tail, part.end_tail) for part in state.parts] == [(0, 7), (7, 9)]
 
 
+def test_none_of_them_are_no_entry(tmp_path: Path) -> None:
+    provider = Entries(ObjectSource("a", 1), EmptyObjects(()))
+    assert restored(provider, {"one": provider, "w": Entries(EmptyObjects(()))}, tmp_path / "0") == {"a": 1}
+
+
 def test_a_report_counts_them(tmp_path: Path) -> None:
     handle = ds.async_save({"one": Entries(*MIXED)}, tmp_path / "0", **SMALL)
     handle.wait()

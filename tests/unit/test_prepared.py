@@ -624,19 +624,49 @@ def test_modules_that_can_only_return_none_are_not_asked(monkeypatch: pytest.Mon
     assert list(whole)[1:] == ["0._extra_state", "1._extra_state"]
 
 
-@pytest.mark.parametrize("owner", ["class", "base class", "instance"])
-def test_a_function_in_the_place_of_one_that_returns_none_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, owner: str
-) -> None:
+def test_a_function_of_a_modules_own_is_noticed() -> None:
+    model, preparation, _ = with_layers(Nothing(2, 2))
+    preparation._survey.tensors_if_unchanged(no_optimizer())
+    model[0].get_extra_state = lambda: b"scales"
+    with pytest.raises(UnprovableError):
+        preparation._survey.tensors_if_unchanged(no_optimizer())
+
+
+@pytest.mark.parametrize("change", ["class", "base class", "code"])
+def test_modules_are_asked_once_their_class_is_another(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     class Derived(Nothing):
         pass
 
+    def scales(self: Any) -> Any:
+        return b"scales"
+
     model, preparation, _ = with_layers(Derived(2, 2))
-    preparation._survey.tensors_if_unchanged(no_optimizer())
-    where = {"class": Derived, "base class": Nothing, "instance": model[0]}[owner]
-    monkeypatch.setattr(where, "get_extra_state", lambda *args: b"scales", raising=False)
-    with pytest.raises(UnprovableError):
-        preparation._survey.tensors_if_unchanged(no_optimizer())
+    if change == "code":  # as IPython's autoreload does
+        monkeypatch.setattr(Nothing.get_extra_state, "__code__", scales.__code__)
+    else:
+        monkeypatch.setattr(
+            Derived if change == "class" else Nothing, "get_extra_state", scales, raising=False
+        )
+    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    assert thin["0._extra_state"].data == b"scales"
+
+
+def test_a_class_that_answers_for_its_methods_is_asked() -> None:
+    class Answering(Nothing):
+        def __getattribute__(self, name: str) -> Any:
+            return super().__getattribute__(name)
+
+    _, preparation, _ = with_layers(Answering(2, 2))
+    assert [one.name for one in preparation._extra_states[0].others] == ["0._extra_state"]
+
+
+def test_an_object_without_a_value_keeps_its_place() -> None:
+    _, preparation, keys = with_layers(Nothing(2, 2))
+    full = ("before", *keys, "after")
+    preparation.empty_objects(full, is_thin=False)
+    preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    assert preparation.empty_objects(("before", "after"), is_thin=True) == full
+    assert preparation.empty_objects(("after", "new"), is_thin=True) == (*keys, "after", "new")
 
 
 def test_a_module_with_a_function_of_its_own_is_asked() -> None:

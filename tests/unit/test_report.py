@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -326,6 +328,31 @@ def test_a_listener_that_changes_a_report_changes_only_its_own(tmp_path):
     assert reporter.flush(10.0)
     lines = (tmp_path / "reports.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["save", "save"]
+
+
+def test_a_listener_that_cannot_be_asked_harms_nothing(caplog):
+    hear = Mock()
+    reporter = Reporter("")
+    reporter.listeners.append(Listener(hear, is_listening=Mock(side_effect=RuntimeError("no answer"))))
+    reporter.emit(0, lambda: save_report(publication_of([RECORD]), "async"))
+    assert "no answer" in caplog.text and not hear.called
+
+
+def test_a_file_that_hangs_keeps_reports_and_not_what_they_are_made_of(tmp_path):
+    path = tmp_path / "reports.jsonl"
+    os.mkfifo(path)  # opening it for writing waits for a reader
+    reporter, publications = Reporter(str(path)), [publication_of([RECORD]) for _ in range(5)]
+    kept = [weakref.ref(one.save) for one in publications]
+    while publications:
+        reporter.emit(0, functools.partial(save_report, publications.pop(), "async"), later=True)
+    deadline = time.monotonic() + 30.0
+    while any(one() is not None for one in kept):
+        assert time.monotonic() < deadline, "a thread that waits holds a save"
+        time.sleep(0.01)
+    assert not reporter.flush(0.0)
+    with path.open() as pipe:
+        assert reporter.flush(30.0)
+        assert [json.loads(line)["event"] for line in pipe] == ["save"] * len(kept)
 
 
 def test_a_listener_that_fails_harms_nothing(reporting, tmp_path, caplog):

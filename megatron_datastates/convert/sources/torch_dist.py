@@ -327,7 +327,7 @@ def _tensor(
         raise FormatError(f"{path}: tensor {key!r} of shape {shape} is larger than 2^62 bytes")
     offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
-    return TorchDistTensor(dtype, shape, offsets, shapes, [_record(key, o, records) for o, _ in boxes])
+    return TorchDistTensor(dtype, shape, offsets, shapes, [_record(o, records) for o, _ in boxes])
 
 
 def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
@@ -337,7 +337,7 @@ def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
     return found
 
 
-def _record(key: str, offset: tuple[int, ...], records: Mapping[tuple[int, ...], Record]) -> Record | None:
+def _record(offset: tuple[int, ...], records: Mapping[tuple[int, ...], Record]) -> Record | None:
     # A whole tensor, not a shard, is stored under an offset of zeros, and under none by old releases.
     found: Any = records.get(offset)
     return found or (records.get(()) if not any(offset) else None)

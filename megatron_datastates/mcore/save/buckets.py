@@ -185,10 +185,10 @@ def _bucket(buffer: Any, number: int, entries: list[dict[str, Any]], prefix: str
 
 def _parameter(param: Any, begin: int, end: int, named: Named) -> Parameter:
     name, item = named.get(id(param), ("", None))
-    return Parameter(name, begin, end, () if item is None else _shards(name, item))
+    return Parameter(name, begin, end, () if item is None else _shards(item))
 
 
-def _shards(name: str, item: Any) -> tuple[ParameterShard, ...]:
+def _shards(item: Any) -> tuple[ParameterShard, ...]:
     """Returns the shards that the model stores of a parameter; none if any is not a view of the parameter."""
     if isinstance(item, ShardedTensor):
         return (_shard(item, 0, contiguous_strides(item.local_shape)),)

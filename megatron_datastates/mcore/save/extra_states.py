@@ -10,7 +10,7 @@ import io
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -43,12 +43,21 @@ class ExtraState:
 
 
 class ExtraStates:
-    """Those of a model."""
+    """The extra states of a model chunk.
 
-    def __init__(self, found: Sequence[ExtraState]) -> None:
+    Args:
+        empty: the classes of modules whose extra states are empty, and the code of their methods.
+    """
+
+    def __init__(self, found: Sequence[ExtraState], empty: dict[type, CodeType]) -> None:
         self.all = found
         self.others = [one for one in found if not one.is_empty]
         self.empty_keys = frozenset().union(*(one.keys for one in found if one.is_empty))
+        self._empty = empty
+
+    def are_still_empty(self) -> bool:
+        """Returns whether the classes are what they were. A survey shows whether a module's own method is."""
+        return all(_empty_code(cls) is code for cls, code in self._empty.items())
 
 
 def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
@@ -59,6 +68,7 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
     """
     modules = dict(chunk.named_modules())
     values: dict[str, _Values] = {}
+    empty: dict[type, CodeType] = {}
     found = []
     for key, item in state.items():
         if isinstance(item, ShardedObject):
@@ -76,11 +86,13 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
             template = copy.copy(item)
             template.data = None
             keys = frozenset([item.unique_key] if is_main_replica(item.replica_id) else [])
-            is_empty = not hasattr(type(module), _SPLIT) and _is_always_none(module)
-            found.append(ExtraState(key, template, value_of, keys, is_empty))
+            code = None if MAKER in vars(module) else _empty_code(type(module))
+            if code is not None:
+                empty[type(module)] = code
+            found.append(ExtraState(key, template, value_of, keys, is_empty=code is not None))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
-    return ExtraStates(found)
+    return ExtraStates(found, empty)
 
 
 def _leaves(item: Any) -> Iterator[Any]:
@@ -125,19 +137,24 @@ def _value(module: weakref.ref[Any]) -> Any:
     return found.get_extra_state()
 
 
-def _is_always_none(module: Any) -> bool:
-    """Returns whether all that a module's `get_extra_state` does is to return None.
+def _empty_code(cls: type) -> CodeType | None:
+    """Returns the code of a class's `get_extra_state` if all that it does is to return None, else None.
 
-    Megatron's layers have such a method, for checkpoints of Transformer Engine's. A survey notices another
-    one in its place.
+    Megatron's layers have such a method, for checkpoints of Transformer Engine's.
     """
-    function = type(module).get_extra_state
-    is_plain = isinstance(function, FunctionType) and MAKER not in vars(module)
-    return is_plain and _instructions(function) == _instructions(lambda self: None)
+    function = getattr(cls, MAKER, None)
+    if not isinstance(function, FunctionType) or cls.__getattribute__ is not object.__getattribute__:
+        return None
+    return function.__code__ if not hasattr(cls, _SPLIT) and _returns_none(function.__code__) else None
 
 
-def _instructions(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    return [(one.opname, one.argval) for one in dis.get_instructions(function)]
+@functools.lru_cache(maxsize=64)
+def _returns_none(code: CodeType) -> bool:
+    return _instructions(code) == _instructions((lambda self: None).__code__)
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    return [(one.opname, one.argval) for one in dis.get_instructions(code)]
 
 
 def _makes_anew(module: Any) -> bool:

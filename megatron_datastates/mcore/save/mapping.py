@@ -51,8 +51,7 @@ class ShardedStateProvider:
         """Yields the tensors, all at once, then the objects. Raises as `tensors`."""
         yield self.tensors()
         empty, objects = self.objects()
-        if empty.keys:
-            yield empty
+        yield empty
         yield from objects
 
     def restore(self, reader: StateReader) -> None:

@@ -244,7 +244,7 @@ class Preparation:
         state: dict[str, Any] = {MARK: Mark.of(self, number, is_thin=True)}
         extras = self._extra_states[number]
         asked = extras.all
-        if self._leave_out(extras.empty_keys):
+        if extras.are_still_empty() and self._leave_out(extras.empty_keys):
             asked = extras.others
         for extra in asked:
             value = extra.value_of()
@@ -263,8 +263,9 @@ class Preparation:
                 without a value, and as long as they have none, Megatron need not see them again.
         """
         if is_thin:
-            left_out = tuple([key for key in self._empty if key in self._left_out])
-            return left_out + tuple([key for key in found if key not in self._left_out])
+            all_found = self._left_out.union(found)
+            known = tuple([key for key in self._empty if key in all_found])  # in the order of the full save
+            return known + tuple([key for key in found if key not in self._empty])
         self._empty = dict.fromkeys(found)
         return found
 

@@ -147,18 +147,17 @@ def complete(preparation: Preparation, found: Tensors, stored: list[torch.Tensor
 
 
 @contextlib.contextmanager
-def _noting() -> Iterator[list[str]]:
-    """Logs why something cannot be prepared, each reason once, and adds it to the list that it yields.
+def _noting() -> Iterator[None]:
+    """Logs why something cannot be prepared, each reason once.
 
     No error in here may end a training: a full save needs nothing of this.
     """
-    noted: list[str] = []
     try:
-        yield noted
+        yield
     except Exception as error:
         is_known = isinstance(error, UnprovableError)
-        noted.append(str(error) if is_known else f"{type(error).__name__}: {error}")
-        if noted[0] not in _reasons:
-            _reasons.add(noted[0])
+        reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+        if reason not in _reasons:
+            _reasons.add(reason)
             level = logging.INFO if is_known else logging.WARNING
-            logger.log(level, "a save prepares its state anew: %s (--datastates-prepared)", noted[0])
+            logger.log(level, "a save prepares its state anew: %s (--datastates-prepared)", reason)

@@ -68,7 +68,7 @@ class Survey:
         modules = list(chain.from_iterable(chunk.modules() for chunk in model))
         self._classes = {cls: _deciding(cls) for cls in set(map(type, modules))}
         for cls, functions in self._classes.items():
-            _require_trusted(cls, functions[: len(_DECIDING)])
+            _require_trusted(cls, functions)
         for module in modules:
             _require_none_of_its_own(module, _DECIDING)
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
@@ -298,7 +298,7 @@ def _slow_facts(tensors: list[torch.Tensor]) -> Any:
 
 
 def _deciding(cls: type) -> list[Any]:
-    return [getattr(cls, name, None) for name in (*_DECIDING, MAKER)]
+    return [getattr(cls, name, None) for name in _DECIDING]
 
 
 def _require_trusted(cls: type, functions: Iterable[Any]) -> None:

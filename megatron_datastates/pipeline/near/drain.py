@@ -106,9 +106,7 @@ class Drain:
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
         # All that are still near, oldest first. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
-        self._failed: deque[tuple[Path, SaveId]] = (
-            deque()
-        )  # where saves that have failed may have files
+        self._failed: deque[tuple[Path, SaveId]] = deque()  # where saves that have failed may have files
         self._notes = JobNotes()
         self._leftovers = Leftovers()
         self._thread: BackgroundThread | None = None

@@ -86,7 +86,7 @@ class NearTier:
             publication.node, publication.host = self._node, host_name()
             folder = near_folder(self.root, publication.save.context.directory)
             folder.mkdir(parents=True, exist_ok=True)
-            if self._is_behind(folder, directory):
+            if self._is_behind(directory):
                 return None
             lack = self._lack_of_room(publication.save.context, folder, wanted_bytes)
         except OSError as error:
@@ -133,7 +133,7 @@ class NearTier:
             return ""
         return f"{found >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
 
-    def _is_behind(self, folder: Path, checkpoint: Path) -> bool:
+    def _is_behind(self, checkpoint: Path) -> bool:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
 
         A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it. An
