@@ -73,28 +73,26 @@ def _on_off(text: str) -> bool:
     return words[text.lower()]
 
 
-def _threads(text: str) -> int:
-    if re.fullmatch(r"\d{1,2}", text, re.ASCII) is None or not 1 <= int(text) <= 64:
-        raise ValueError("expected a whole number from 1 to 64")
-    return int(text)
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if re.fullmatch(r"\d{1,9}", text, re.ASCII) is None or not least <= int(text) <= most:
+            raise ValueError(f"expected a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
 
 
-def _count(text: str) -> int:
-    if re.fullmatch(r"\d{1,4}", text, re.ASCII) is None:
-        raise ValueError("expected a whole number from 0 to 9999")
-    return int(text)
+def _one_of(*words: str) -> Callable[[str], str]:
+    """Returns a parser of these words."""
 
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"expected {', '.join(words[:-1])} or {words[-1]}")
+        return text
 
-def _positive(text: str) -> int:
-    if re.fullmatch(r"\d{1,4}", text, re.ASCII) is None or int(text) < 1:
-        raise ValueError("expected a whole number from 1 to 9999")
-    return int(text)
-
-
-def _level(text: str) -> int:
-    if re.fullmatch(r"\d{1,2}", text, re.ASCII) is None or int(text) > 19:
-        raise ValueError("expected a whole number from 0 to 19")
-    return int(text)
+    return parse
 
 
 def _seconds(text: str) -> float:
@@ -107,16 +105,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _on_failure(text: str) -> str:
-    if text not in ("raise", "warn"):
-        raise ValueError("expected raise or warn")
-    return text
-
-
-def _while_saving(text: str) -> str:
-    if text not in ("wait", "skip", "refuse"):
-        raise ValueError("expected wait, skip or refuse")
-    return text
+_threads, _count, _positive, _level = _whole(1, 64), _whole(0, 9999), _whole(1, 9999), _whole(0, 19)
 
 
 def _functions(text: str) -> str:
@@ -225,14 +214,14 @@ class Options:
     )
     on_failure: Literal["raise", "warn"] = _option(
         "raise",
-        _on_failure,
+        _one_of("raise", "warn"),
         "raise|warn",
         "what a failed asynchronous save does on every rank: raise an error, which ends training, or log a "
         "warning and train on (default raise)",
     )
     while_saving: Literal["wait", "skip", "refuse"] = _option(
         "wait",
-        _while_saving,
+        _one_of("wait", "skip", "refuse"),
         "wait|skip|refuse",
         "what a save does that starts while the previous one is unfinished: wait, for staging memory only; "
         "skip, with a warning that counts, in Megatron's training loop and if it is asynchronous and not the "

@@ -55,9 +55,7 @@ def write_whole(
         on_renamed()
         faults.point(f"durable {_kind(path)}")
         return
-    # A name of this call's own: another process may write the same file of the same save, as a job that is
-    # not quite dead does with a checkpoint that the next job brings home.
-    temporary = path.parent / f".datastates-{path.name}-{secrets.token_hex(4)}-{save_id}.tmp"
+    temporary = temporary_beside(path, save_id)
     try:
         _write_whole(path, data, faults, temporary, on_renamed)
     except OSError as error:
@@ -66,6 +64,29 @@ def write_whole(
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def temporary_beside(path: Path, save_id: SaveId) -> Path:
+    """Returns the path of a file that is to be renamed to `path`.
+
+    Different at each call: another process may write the same file of the same save, as a job that is not
+    quite dead does with a checkpoint that the next job brings home.
+    """
+    return path.parent / f".datastates-{path.name}-{secrets.token_hex(4)}-{save_id}.tmp"
+
+
+@contextlib.contextmanager
+def appearing(path: Path, save_id: SaveId) -> Iterator[Path]:
+    """Yields where to write a file that is to be at `path`, durably, once the block ends without an error."""
+    temporary = temporary_beside(path, save_id)
+    try:
+        yield temporary
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _write_whole(

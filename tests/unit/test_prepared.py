@@ -648,7 +648,7 @@ def test_modules_are_asked_once_their_class_is_another(monkeypatch: pytest.Monke
             Derived if change == "class" else Nothing, "get_extra_state", scales, raising=False
         )
     thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
-    assert thin["0._extra_state"].data == b"scales"
+    assert thin["0._extra_state"].data == model[0].get_extra_state() == b"scales"
 
 
 def test_a_class_that_answers_for_its_methods_is_asked() -> None:

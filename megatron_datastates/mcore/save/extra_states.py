@@ -143,9 +143,8 @@ def _empty_code(cls: type) -> CodeType | None:
     Megatron's layers have such a method, for checkpoints of Transformer Engine's.
     """
     function = getattr(cls, MAKER, None)
-    answers = any(
-        "__getattribute__" in vars(base) for base in cls.__mro__[:-1]
-    )  # for its methods, with others
+    # A class that answers for its attributes itself may answer with another method.
+    answers = any("__getattribute__" in vars(base) for base in cls.__mro__[:-1])
     if not isinstance(function, FunctionType) or answers:
         return None
     return function.__code__ if not hasattr(cls, _SPLIT) and _returns_none(function.__code__) else None

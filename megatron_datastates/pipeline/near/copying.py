@@ -9,7 +9,6 @@ import contextlib
 import errno
 import mmap
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_datastates.config import MIB, Options
-from megatron_datastates.engine.atomic_files import opened, sync_directory
+from megatron_datastates.engine.atomic_files import appearing, opened
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
 from megatron_datastates.errors import DataStatesError, StorageError
@@ -99,18 +98,9 @@ class Copier:
             self._upload(source, target, footer, sealed, moved)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: another job, not quite dead, may be copying the same file.
-        own = f"{target.name}-{secrets.token_hex(4)}-{manifest.file_save_id(entry)}"
-        temporary = target.parent / f".datastates-{own}.tmp"
-        try:
+        with appearing(target, manifest.file_save_id(entry)) as temporary:
             self._write(source, temporary, footer, sealed, moved)
             self._faults.point("drain rename")
-            temporary.replace(target)
-            sync_directory(target.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
 
     def _upload(
         self, source: Path, target: Path, footer: Footer, sealed: bytes, moved: Callable[[int], None]

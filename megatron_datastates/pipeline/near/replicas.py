@@ -19,7 +19,6 @@ import errno
 import logging
 import mmap
 import os
-import secrets
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_datastates.config import MIB, Options
-from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.atomic_files import appearing
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
 from megatron_datastates.errors import CorruptDataError, DataStatesError
@@ -263,10 +262,8 @@ class Replicas:
         file: FileEntry,
         is_over: Callable[[], bool],
     ) -> None:
-        own = f"{target.name}-{secrets.token_hex(4)}-{manifest.file_save_id(file)}"
-        temporary = target.parent / f".datastates-{own}.tmp"
         memory = mmap.mmap(-1, _PIECE_BYTES)  # begins at a page, for direct I/O
-        try:
+        with appearing(target, manifest.file_save_id(file)) as temporary:
             at = 0
             with new_file(temporary) as write:
                 pieces = download(endpoint, manifest.save_id, file.name, file.bytes, memoryview(memory))
@@ -279,12 +276,6 @@ class Replicas:
                 self._faults.point("replica sync")
             self._check(temporary, manifest, file, memory)
             self._faults.point("replica rename")
-            temporary.replace(target)
-            sync_directory(target.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
 
     def _check(self, path: Path, manifest: Manifest, file: FileEntry, memory: mmap.mmap) -> None:
         """Reads a copy from where it is stored. Raises DataStatesError if it is not the manifest's file."""
