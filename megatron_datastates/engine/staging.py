@@ -242,10 +242,9 @@ class FileSave:
 
     def wait_eager(self, seconds: float) -> None:
         """Returns when eager sources may change. After `seconds` the save fails instead."""
-        deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.EAGER, native.SLICE_SECONDS):
-            if time.monotonic() > deadline:
-                self.cancel(f"tensors that may change at once were not copied within {seconds:g} s")
+        if not self._reaches(native.Milestone.EAGER, seconds):
+            self.cancel(f"tensors that may change at once were not copied within {seconds:g} s")
+            self._reaches(native.Milestone.EAGER)
         if self._on_device:
             self._job.hold_back(_current_stream())
 
@@ -268,10 +267,9 @@ class FileSave:
         mapped while a copy reads it, however slow the device or the disk.
         """
         self.allow_lazy_copies()
-        deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.STAGED, native.SLICE_SECONDS):
-            if time.monotonic() > deadline:
-                self.cancel(f"not everything was copied within {seconds:g} s")
+        if not self._reaches(native.Milestone.STAGED, seconds):
+            self.cancel(f"not everything was copied within {seconds:g} s")
+            self._reaches(native.Milestone.STAGED)
 
     def allow_lazy_copies(self, seconds: float = 0.0) -> None:
         """Lets lazy copies begin at the latest `seconds` from now.
@@ -288,12 +286,18 @@ class FileSave:
         for the last of them. At most a few hundred copies are in flight at a time, so all but these are done.
         """
         self.allow_lazy_copies()
-        deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.ENQUEUED, native.SLICE_SECONDS):
-            if time.monotonic() > deadline:
-                return False
+        if not self._reaches(native.Milestone.ENQUEUED, seconds):
+            return False
         if self._on_device:
             self._job.hold_back(_current_stream())
+        return True
+
+    def _reaches(self, milestone: native.Milestone, seconds: float = math.inf) -> bool:
+        """Waits for a milestone; returns False after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._job.wait(milestone, native.SLICE_SECONDS):
+            if time.monotonic() > deadline:
+                return False
         return True
 
     def close_input(self) -> None:
