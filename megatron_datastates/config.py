@@ -18,7 +18,9 @@ from megatron_datastates.errors import OptionError
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
 _SWITCH = "ENABLE"  # a variable that is no option: saves through torch_dist are ours (mcore/switch.py)
-_SWITCH_VALUES = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False, "": False}
+_SWITCHES = dict.fromkeys(["on", "1", "true", "yes"], True) | dict.fromkeys(
+    ["off", "0", "false", "no"], False
+)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -28,11 +30,11 @@ _MOST_BYTES = 1 << 63
 def is_switched_on() -> bool:
     """Returns whether MEGATRON_DATASTATES_ENABLE is on. Raises OptionError if it has another value."""
     text = os.environ.get(ENVIRONMENT_PREFIX + _SWITCH, "")
-    if text.lower() not in _SWITCH_VALUES:
+    if text and text.lower() not in _SWITCHES:
         raise OptionError(
             f"environment variable {ENVIRONMENT_PREFIX + _SWITCH}={text!r}: expected 1 or 0, on or off"
         )
-    return _SWITCH_VALUES[text.lower()]
+    return bool(text) and _SWITCHES[text.lower()]
 
 
 def parse_bytes(text: str) -> int:
@@ -67,10 +69,9 @@ def _slot_size(text: str) -> int:
 
 
 def _on_off(text: str) -> bool:
-    words = {"on": True, "off": False, "1": True, "0": False, "true": True, "false": False}
-    if text.lower() not in words:
+    if text.lower() not in _SWITCHES:
         raise ValueError("expected on or off")
-    return words[text.lower()]
+    return _SWITCHES[text.lower()]
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -328,12 +329,12 @@ class Options:
         """Reads the options: from `overrides`, else the environment, else `defaults`, else the defaults here.
 
         Args:
-            overrides: values, not text.
+            overrides: values, or text as on a command line ("off", "64MiB").
             environment: variables `MEGATRON_DATASTATES_<NAME>`, with text.
             defaults: values that replace the defaults of this class.
 
         Raises:
-            OptionError: a variable has an invalid value, or there is no such variable or option.
+            OptionError: a value is invalid, or there is no such variable or option.
         """
         _require_known(environment, [_SWITCH, *(field.name.upper() for field in dataclasses.fields(cls))])
         values: dict[str, Any] = dict(defaults)
@@ -341,11 +342,12 @@ class Options:
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
             if text is not None:
                 values[field.name] = _read(field, text)
-        values.update(overrides or {})
-        unknown = values.keys() - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            known = ", ".join(cls.specs())
-            raise OptionError(f"no such option: {', '.join(sorted(unknown))}; the options are {known}")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in (overrides or {}).items():
+            if name not in fields:
+                advice = _advice(name, list(cls.specs()))
+                raise OptionError(f"no such option: {name}; {advice}")
+            values[name] = _checked(fields[name], value)
         return cls(**values)
 
 
@@ -354,20 +356,41 @@ def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None
     for name in environment:
         own = name.removeprefix(ENVIRONMENT_PREFIX)
         if own != name and own not in known:
-            similar = difflib.get_close_matches(own, known, 1)
-            advice = (
-                f"did you mean {ENVIRONMENT_PREFIX}{similar[0]}?"
-                if similar
-                else "`datastates options` lists all"
-            )
+            advice = _advice(own, known, ENVIRONMENT_PREFIX)
             raise OptionError(f"environment variable {name}: no such option; {advice}")
 
 
+def _advice(name: str, known: Sequence[str], prefix: str = "") -> str:
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {prefix}{similar[0]}?" if similar else "`datastates options` lists all"
+
+
 def _read(field: dataclasses.Field[Any], text: str) -> Any:
+    name = ENVIRONMENT_PREFIX + field.name.upper()
+    return _parsed(field, text, f"environment variable {name}={text!r}")
+
+
+def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Returns the value of an option that a program has given. Raises OptionError if it makes no sense."""
+    kind, what = type(field.default), f"option {field.name}={value!r}"
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        number = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
+        if not (isinstance(value, kind) or number) or isinstance(value, bool) != (kind is bool):
+            raise OptionError(f"{what}: expected {_KINDS[kind]}, found {type(value).__name__}")
+        if kind is bool or value == field.default:
+            return value
+    return _parsed(field, str(value), what)
+
+
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _parsed(field: dataclasses.Field[Any], text: str, what: str) -> Any:
     spec = field.metadata.get("spec")
     parse = spec.parse if spec is not None else field.metadata.get("parse", str)
     try:
         return parse(text)
     except ValueError as error:
-        name = ENVIRONMENT_PREFIX + field.name.upper()
-        raise OptionError(f"environment variable {name}={text!r}: {error}") from None
+        raise OptionError(f"{what}: {error}") from None

@@ -1,10 +1,9 @@
 """Shows on one machine, without a GPU, what `--ckpt-format datastates` does for a training run.
 
 Trains a tiny GPT in two processes with asynchronous saves, kills both in mid-training, resumes from
-the last published checkpoint, verifies the checkpoints, loads the weights into another parallel
-layout, prints what each save cost the trainer, and leaves a page that shows it. Takes one or two
-minutes. The last line is `demo: OK`. On a failure it prints the reason, exits with a code other than 0,
-and keeps its files.
+the last published checkpoint, verifies the checkpoints, resumes in another parallel layout, prints what
+each save cost the trainer, and leaves a page that shows it. Takes one or two minutes. The last line is
+`demo: OK`. On a failure it prints the reason, exits with a code other than 0, and keeps its files.
 """
 
 import argparse
@@ -28,12 +27,21 @@ RANKS = 2
 STEPS, SAVE_INTERVAL, STEPS_IN_OTHER_LAYOUT = 60, 10, 3
 TIMEOUT_SECONDS = 240.0
 LOG_TAIL_LINES = 40
-PAGES = ("report.html", "report.png")
+PAGES = {"report.html": "page", "report.png": "picture"}
 MODEL = ["--num-layers", "4", "--hidden-size", "256", "--train-iters", str(STEPS)]
 SCHEDULE = ["--lr", "3e-3", "--lr-decay-iters", str(STEPS), "--step-delay-ms", "25"]
 TENSOR_PARALLEL = ["--tensor-model-parallel-size", str(RANKS)]
 PIPELINE_PARALLEL = ["--pipeline-model-parallel-size", str(RANKS)]
 WEIGHTS_ONLY = ["--finetune", "--no-load-optim", "--no-load-rng"]
+PROVIDER_FIELDS = {
+    "tensors": "tensors",
+    "eager_bytes": "their bytes copied before the save returns",
+    "lazy_bytes": "their bytes copied while training goes on",
+    "objects": "objects",
+    "streams": "streams",
+    "tail_stored_bytes": "bytes of objects and streams",
+    "tail_ms": "ms to write those",
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ def train_and_kill(demo: Demo) -> float:
     losses = run.losses()
     if not killed or max(losses) >= STEPS:
         raise RunFailed("training was over before it could be killed", run.log)
-    demo.print_line(f"sent SIGKILL to all {killed} processes after iteration {max(losses)} of {STEPS}")
+    whom = f"all {killed} processes, the launcher among them,"
+    demo.print_line(f"sent SIGKILL to {whom} after iteration {max(losses)} of {STEPS}")
     demo.print_line(f"published checkpoints: {demo.published()}; the tracker names {demo.tracked()}")
     return losses[1]
 
@@ -140,18 +149,24 @@ def verify(demo: Demo) -> None:
         demo.print_line(f"{directory.name}: good")
 
 
-def load_other_layout(demo: Demo, first: float, last: float) -> None:
-    """Loads the weights as pipeline parallel 2, and checks that training starts at the trained loss.
+def resume_in_other_layout(demo: Demo, first: float, last: float) -> None:
+    """Resumes as pipeline parallel 2, with the optimizer's state, and checks that the loss goes on.
 
-    Weights only: optimizer state in the default layout (`dp_reshardable`) cannot change TP or PP.
+    From `torch_dist`, weights only: with its default optimizer layout it cannot change TP or PP.
     """
-    arguments = [*PIPELINE_PARALLEL, *WEIGHTS_ONLY, "--load", str(demo.checkpoints)]
+    end = str(STEPS + STEPS_IN_OTHER_LAYOUT)
+    arguments = [*PIPELINE_PARALLEL, "--load", str(demo.checkpoints), "--train-iters", end]
+    # The schedule of the checkpoint: that of these arguments would end later.
+    arguments += ["--use-checkpoint-opt_param-scheduler"] if demo.ckpt_format == OURS else WEIGHTS_ONLY
     with demo.start("other-layout", *arguments, "--exit-interval", str(STEPS_IN_OTHER_LAYOUT)) as run:
         run.wait(TIMEOUT_SECONDS)
-    loss = run.losses()[1]
+    losses = run.losses()
+    begin, loss = min(losses.items())
+    if begin != (STEPS + 1 if demo.ckpt_format == OURS else 1):
+        raise RunFailed(f"expected to go on after iteration {STEPS}, found iteration {begin} first", run.log)
     if not loss < (first + last) / 2:
         raise RunFailed(f"expected a first loss near {last}, as when saved, found {loss}", run.log)
-    demo.print_line(f"loss of the first iteration: {loss:.3f} (untrained: {first:.3f})")
+    demo.print_line(f"loss of iteration {begin}: {loss:.3f} (untrained: {first:.3f})")
 
 
 def read_saves(report: Path) -> list[dict[str, Any]]:
@@ -170,11 +185,16 @@ def show_costs(demo: Demo) -> None:
     table = Table(title="What each save cost the trainer")
     for heading in ("iteration", "held ms", "of which fence ms", "bytes", "written MB/s", "state"):
         table.add_column(heading, justify="right")
-    for save in [*read_saves(demo.report("killed")), *resumed]:
+    reported = [*read_saves(demo.report("killed")), *resumed]
+    for save in reported:
         times = [f"{save[key]:.1f}" for key in ("held_ms", "fence_ms")]
         size, rate = f"{save['bytes']:,}", f"{save['write_mb_per_s']:.0f}"
         table.add_row(str(save["iteration"]), *times, size, rate, save["state"])
     demo.console.print(table)
+    silent = sorted(set(demo.published()) - {save["iteration"] for save in reported})
+    if silent:
+        iterations = " and ".join(map(str, silent))
+        demo.print_line(f"iteration {iterations} was published, and the run killed before it reported that")
     show_providers(demo, resumed[-1])
     make_page(demo)
 
@@ -202,23 +222,13 @@ def remove_files(demo: Demo) -> None:
 
 def show_providers(demo: Demo, save: dict[str, Any]) -> None:
     """Prints what one rank stored in one save, by state provider."""
-    table = Table(
-        title=f"What rank {save['rank']} stored at iteration {save['iteration']}, by state provider"
-    )
+    table = Table(title=f"Stored by rank {save['rank']} at iteration {save['iteration']}")
     table.add_column()
     for name in save["providers"]:
         table.add_column(name or "Megatron", justify="right")
-    for field in (
-        "tensors",
-        "eager_bytes",
-        "lazy_bytes",
-        "objects",
-        "streams",
-        "tail_stored_bytes",
-        "tail_ms",
-    ):
+    for field, heading in PROVIDER_FIELDS.items():
         values = (share[field] for share in save["providers"].values())
-        table.add_row(field.replace("_", " "), *(f"{value:,}" for value in values))
+        table.add_row(heading, *(f"{value:,}" for value in values))
     demo.console.print(table)
 
 
@@ -231,8 +241,8 @@ def run_demo(demo: Demo) -> None:
     if demo.ckpt_format == OURS:
         with demo.step("Verifying the checkpoints"):
             verify(demo)
-    with demo.step("Loading the weights as pipeline parallel"):
-        load_other_layout(demo, first, last)
+    with demo.step("Resuming as pipeline parallel"):
+        resume_in_other_layout(demo, first, last)
     if demo.ckpt_format == OURS:
         show_costs(demo)
 
@@ -274,13 +284,18 @@ def main() -> int:
     except RunFailed as failure:
         explain(failure, demo)
         return 1
-    if arguments.keep:
-        demo.print_line(f"files: {demo.folder}")
-    else:
+    except KeyboardInterrupt:
+        print(f"demo: interrupted; what it made is in {demo.folder}", file=sys.stderr)
+        return 130
+    if not arguments.keep:
         remove_files(demo)
-    for name in PAGES:
+    for name, kind in PAGES.items():
         if (demo.folder / name).exists():
-            demo.print_line(f"what each save did, and when: {demo.folder / name}")
+            demo.print_line(f"what each save did, and when, as a {kind}: {demo.folder / name}")
+    if arguments.keep:
+        demo.print_line(f"to look at its checkpoints: .venv/bin/datastates ls {demo.checkpoints}")
+    else:
+        demo.print_line("to keep its checkpoints, and look at them: make demo ARGS='--keep DIR'")
     demo.console.print("demo: OK")
     return 0
 

@@ -118,8 +118,8 @@ def convert(
     skipped, and the output says so.
 
     Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference, or of a run some
-    checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted;
-    130 interrupted.
+    checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted
+    (a file is missing, truncated or not to be read); 130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify

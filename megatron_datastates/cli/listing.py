@@ -172,8 +172,8 @@ def _print_tracker(root: Path, looks: list[Look]) -> None:
     else:
         if TRACKER_NAME in names_in(root):
             say(
-                f"{TRACKER_NAME} names no checkpoint: expected the number of an iteration. A run with this "
-                "package falls back to the newest complete one, if any of them is in our format"
+                f"{TRACKER_NAME} names no checkpoint: expected the number of an iteration. A run with "
+                "megatron_datastates falls back to the newest complete one, if any is a datastates checkpoint"
             )
         else:
             say(f"There is no {TRACKER_NAME}: Megatron would start from random weights")

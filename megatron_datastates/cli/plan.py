@@ -25,7 +25,7 @@ from megatron_datastates.cli.shared import (
 )
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import DataStatesError, OptionError
-from megatron_datastates.sizing.arguments import Arguments, read_arguments
+from megatron_datastates.sizing.arguments import Arguments, flags_in, read_arguments
 from megatron_datastates.sizing.planning import (
     POOL_SHARE,
     Grid,
@@ -38,6 +38,7 @@ from megatron_datastates.sizing.planning import (
 
 _POSITIVE = click.IntRange(min=1)
 _FEWEST = 1000  # parameters: `--params 70` lacks its unit
+_MOST_NAMES = 12
 _MARGIN = 1.25  # between the time of a save and the interval that is advised
 _SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _FLAGS = {
@@ -124,6 +125,8 @@ def plan(
             raise OptionError(
                 "describe the model: --params 70B, --arguments FILE, or `-- MEGATRON'S ARGUMENTS`"
             )
+        for flag in sorted(flags_in(words) & {name.removeprefix("--") for name in _own_options()}):
+            raise OptionError(f"--{flag} is an option of `datastates plan`: give it before `--`")
         arguments = read_arguments(files, words)
         made = _made(arguments, parameters, given, dp, storage, _rate("--copy-rate", copy_rate))
     except DataStatesError as error:
@@ -132,6 +135,11 @@ def plan(
         print_json(dataclasses.asdict(made) | {"shortest_interval_seconds": made.write_seconds})
     else:
         _print(made, iteration)
+
+
+def _own_options() -> list[str]:
+    """Returns the options of this command. Megatron has no arguments of these names."""
+    return [name for option in plan.params for name in option.opts if name.startswith("--")]
 
 
 def _made(
@@ -149,8 +157,15 @@ def _made(
     grid = Grid(data=data, **sizes)
     if parameters is not None:
         known = read_arguments([], ["--bf16", "--use-distributed-optimizer"])
-        return plan_parameters(_count(parameters), grid, precision_of(known), storage, copy_rate)
-    return plan_arguments(arguments, grid, storage, copy_rate)
+        made = plan_parameters(_count(parameters), grid, precision_of(known), storage, copy_rate)
+    else:
+        made = plan_arguments(arguments, grid, storage, copy_rate)
+    unused = arguments.unused()
+    if unused:
+        names = ", ".join(f"--{flag}" for flag in unused[:_MOST_NAMES])
+        more = f" and {len(unused) - _MOST_NAMES} more" if len(unused) > _MOST_NAMES else ""
+        made.assumptions.append(f"without an effect here: {names}{more}")
+    return made
 
 
 def _count(text: str) -> int:
@@ -162,7 +177,10 @@ def _count(text: str) -> int:
 
 
 def _rate(option: str, text: str) -> float:
-    rate = parse_size(option, text.removesuffix("/s"))
+    try:
+        rate = parse_size(option, text.removesuffix("/s"))
+    except OptionError:
+        rate = 0
     if rate == 0 or text.removesuffix("/s").isdecimal():  # a number alone would be bytes: nobody means that
         raise OptionError(f"{option} {text}: expected a rate above 0 and its unit, such as 2GB/s")
     return float(rate)

@@ -65,8 +65,8 @@ def prune(
     files that killed saves left and that no manifest names. If prune itself is killed, every remaining
     checkpoint is whole, and the next call removes the rest.
 
-    In an object store (msc://PROFILE/PATH), uploads that have not ended and are as old as that are aborted,
-    too. Checkpoints of torch_dist stay there.
+    In an object store (msc://PROFILE/PATH), uploads that have not ended are aborted, too, if they are older
+    than --min-age. Checkpoints of torch_dist stay there.
 
     With --drop-optimizer, checkpoints that would be removed keep their weights, bit for bit, and all else but
     the optimizer's state; Megatron loads them with --no-load-optim. Each is rewritten in its own directory,
@@ -144,7 +144,7 @@ def _and_files(done: int, planned: int) -> str:
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
     from megatron_datastates.pipeline.left_overs import age_text
 
-    remove = "remove" if yes else "would remove"
+    remove = "to remove" if yes else "would remove"
     for one, why in plan.kept:
         say(f"keep  {one.path}  ({why})")
     for one in plan.removed:
@@ -152,7 +152,7 @@ def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
     for file in plan.left_overs:
         age = f"{age_text(file.age_seconds)} old"
         if file.upload:
-            end = "abort" if yes else "would abort"
+            end = "to abort" if yes else "would abort"
             say(f"{end}  {file.path}  {size_text(file.bytes)}  (an upload that has not ended; {age})")
         else:
             say(f"{remove}  {file.path}  {size_text(file.bytes)}  (no manifest names it; {age})")

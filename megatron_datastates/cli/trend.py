@@ -25,7 +25,7 @@ from megatron_datastates.cli.shared import (
     run_argument,
     say,
 )
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, OptionError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.trend import Point, Step, Trend
@@ -90,6 +90,8 @@ def _require_plot(plot: Path) -> None:
     from megatron_datastates.convert.pictures import require_plotting
     from megatron_datastates.convert.sinks.target import refuse_target
 
+    if plot.suffix.lower() != ".png":
+        raise OptionError(f"--plot {plot}: expected a name that ends in .png")
     refuse_target(plot)
     require_plotting()
 

@@ -112,10 +112,11 @@ def _checkpoints(
 
 
 def _all_of_run(directory: Path) -> list[Path]:
-    from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
+    from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run, other_checkpoints
 
     if not is_run(directory):
-        raise NotACheckpointError(f"--all: {directory} is not the directory of a run")
+        others = other_checkpoints(directory)
+        raise NotACheckpointError(f"--all: {directory} is not the directory of a run{others}")
     found = checkpoint_directories(directory)
     if not found:
         raise NotACheckpointError(f"--all: {directory} holds no checkpoint: it has no directory iter_*")

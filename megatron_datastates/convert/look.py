@@ -144,7 +144,7 @@ def _look_at_ours(look: Look) -> None:
     if wrong:
         raise _FoundError(DAMAGED, f"missing or of another size: {_some(wrong)}")
     metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
-    if not (look.path / METADATA_NAME).exists():
+    if manifest.parallel and not (look.path / METADATA_NAME).exists():  # else no save of Megatron's
         look.note = f"only {METADATA_NAME} is missing: it loads all the same"
 
 

@@ -20,7 +20,7 @@ from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.trackers import copy_tracker, how_to_load
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
-from megatron_datastates.pipeline.run_folders import checkpoint_directories
+from megatron_datastates.pipeline.run_folders import checkpoint_directories, other_checkpoints
 from megatron_datastates.pipeline.runs import is_complete
 
 FULLY_RESHARDABLE = "fully-reshardable"
@@ -153,7 +153,10 @@ def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str
         raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
     names = [path.name for path in checkpoint_directories(source)]
     if not names:
-        raise StorageError(f"{source} contains no iter_* directories: choose the --save directory of a run")
+        others = other_checkpoints(source)
+        raise StorageError(
+            f"{source} contains no iter_* directories: choose the --save directory of a run{others}"
+        )
     found = {name: _try_open(source / name) for name in names}
     formats = {one.format for one in found.values() if isinstance(one, Source)}
     wanted = {format or default_format(one, target) for one in formats}

@@ -29,7 +29,7 @@ def how_to_load(source: Path, target: Path) -> str:
     number = iteration_in_name(source.name)
     name, step = ("iter_N", "N") if number is None else (iteration_name(number), str(number))
     return (
-        f"Megatron loads no directory of this name: move it to RUN/{name}, and pass "
+        f"For Megatron, which loads no directory of this name, move it to RUN/{name}, and pass "
         f"--load RUN --ckpt-step {step}"
     )
 

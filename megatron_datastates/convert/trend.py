@@ -25,7 +25,7 @@ from megatron_datastates.convert.views import Tensors, same_keys, view
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
+from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run, other_checkpoints
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,9 @@ def open_run(run: Path) -> list[Step]:
         StorageError, OSError: it cannot be listed.
     """
     if not is_run(run):
-        raise NotACheckpointError(f"{run} is not the directory of a run: it has no directory iter_*")
+        raise NotACheckpointError(
+            f"{run} is not the directory of a run: it has no directory iter_*{other_checkpoints(run)}"
+        )
     steps, sources = [], []
     for path in checkpoint_directories(run):
         step, source = _open(path)

@@ -64,6 +64,7 @@ from megatron_datastates.pipeline.left_overs import (
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.presence import missing_data_files
 from megatron_datastates.pipeline.prune_objects import ObjectRemoval
+from megatron_datastates.pipeline.run_folders import other_checkpoints
 from megatron_datastates.pipeline.runs import Iteration, find_iterations, require_tracked
 
 _UNREADABLE = "it cannot be read: "
@@ -133,7 +134,8 @@ def plan_prune(
     except OSError as error:
         raise StorageError(f"{path} cannot be listed: {error.strerror}") from error
     if not found and not uploads:
-        raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*)")
+        other = other_checkpoints(path)
+        raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*){other}")
     tracked = require_tracked(path / TRACKER_NAME)
     complaints = {one.path: _complaint(one, others) for one in found}
     whole = [one.number for one in found if one.complete and complaints[one.path] is None]

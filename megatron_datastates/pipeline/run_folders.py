@@ -17,7 +17,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
     iteration_name,
 )
-from megatron_datastates.format.values import is_own_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs import iteration_named, stored_backend
 
 _MOST_NAMED = 8
@@ -84,6 +84,19 @@ def is_run(directory: Path) -> bool:
     if TORCH_DIST_INDEX in names or any(map(is_own_file_name, names)) or stored_backend(directory):
         return False
     return TRACKER_NAME in names or any(is_checkpoint_name(name) for name in names)
+
+
+def other_checkpoints(directory: Path) -> str:
+    """Returns, for messages, which checkpoints a directory has whose names are no iteration's; or nothing."""
+    try:
+        names = sorted(name for name in folders_in(directory) if not is_checkpoint_name(name))
+        names = [name for name in names if (directory / name / MANIFEST_NAME).is_file()]
+    except OSError:
+        return ""
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f". It has checkpoints of other names: {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def is_checkpoint_name(name: str) -> bool:

@@ -48,8 +48,13 @@ def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
     An empty mapping is a value itself, and so are lists, tuples and state providers.
 
     Raises:
-        MismatchError: a key is neither a str nor an int.
+        MismatchError: this is no mapping, or a key is neither a str nor an int.
     """
+    if not isinstance(state, Mapping):
+        raise MismatchError(
+            f"expected nested mappings, such as {{'model': model.state_dict()}}, found a "
+            f"{type(state).__qualname__}"
+        )
     for key, value in state.items():
         if not isinstance(key, str | int):
             raise MismatchError(
@@ -178,7 +183,7 @@ def tree_of(
     Raises:
         MismatchError: as `named_values`.
     """
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping) and isinstance(state, StateProvider):
         return {"": state}
     found: dict[str, StateProvider] = {"": NamedState(state, mutability)}
     found.update((name, value) for name, value in leaves(state) if isinstance(value, StateProvider))

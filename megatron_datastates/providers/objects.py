@@ -33,7 +33,7 @@ from megatron_datastates.providers.unpickling import Unpickler
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
 _BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
-_NOT_SAVED = "object {!r} was not saved, as no load would accept it"
+_NOT_SAVED = "was not saved, as no load would accept it"
 REMEDIES = (
     "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
     "plain data instead; or trust the class with torch.serialization.add_safe_globals([...]) in the programs "
@@ -232,7 +232,7 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
     Raises:
         UnsafeObjectError: a load would not accept it.
     """
-    _check(data, _NOT_SAVED.format(key), trust)
+    _check(data, key, _NOT_SAVED, trust)
 
 
 def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, trust: bool = False) -> None:
@@ -249,7 +249,7 @@ def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, 
     accepted = _accepted if _accepted.trusted == trusted else _Accepted(trusted, frozenset())
     if named is not None and named <= accepted.named:
         return
-    if _check_with(lambda: _execute_pickle(data), _NOT_SAVED.format(key), trust) and named is not None:
+    if _check_with(lambda: _execute_pickle(data), key, _NOT_SAVED, trust) and named is not None:
         _accepted = _Accepted(trusted, accepted.named | named)
 
 
@@ -265,22 +265,22 @@ _accepted = _Accepted([], frozenset())  # replaced as a whole, by any thread
 
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
     """Checks a stored object as `check_saved` does, but always accepts Megatron's classes."""
-    _check(data, f"object {key!r} cannot be loaded", trust, stand_in=_megatron_class)
+    _check(data, key, "cannot be loaded", trust, stand_in=_megatron_class)
 
 
-def _check(data: bytes, what: str, trust: bool, **how: Any) -> None:
-    _check_with(lambda: _unpickle(data, dry_run=True, **how), what, trust)
+def _check(data: bytes, key: str, refusal: str, trust: bool, **how: Any) -> None:
+    _check_with(lambda: _unpickle(data, dry_run=True, **how), key, refusal, trust)
 
 
-def _check_with(execute: Callable[[], object], what: str, trust: bool) -> bool:
+def _check_with(execute: Callable[[], object], key: str, refusal: str, trust: bool) -> bool:
     """Returns whether a load would accept it; if not, only with `trust`."""
     try:
         execute()
         return True
     except UnsafeObjectError as error:
         if not trust:
-            raise _refusal(what, error) from error
-        logger.warning("--datastates-trust-objects is on, so this is only a warning: %s: %s", what, error)
+            raise _refusal(f"object {key!r} {refusal}", error) from error
+        logger.warning("object %r can be loaded only with --datastates-trust-objects on: %s", key, error)
         return False
 
 

@@ -315,16 +315,20 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     name, total = parts.most_common(1)[0] if parts else ("nothing", 0.0)
     meaning = {
         "save_checkpoint": "Megatron's own work in save_checkpoint",
-        "until_poll": "waits until the next poll",
+        "until_poll": "waiting for the next poll",
+        "polls": "polls, in which the ranks agree on how far a save is",
+        "fence": "the fence, where the optimizer's step waits for copies",
+        "finalize": "what Megatron does once a save is published",
     }
-    text = f"{milliseconds(held)} (median of {len(regular)}); the largest part is {meaning.get(name, name)}, "
-    text += f"{milliseconds(total / len(regular))}."
-    followed = [pair for pair in zip(saves, intervals(saves), strict=True) if pair[1]]
+    first = ", without the first ones of a run, which take longer"
+    left_out = first if any(not save.failed and save not in regular for save in saves) else ""
+    text = f"{milliseconds(held)} (median of {len(regular)} saves{left_out}); the largest part is "
+    text += f"{meaning.get(name, name)}: {milliseconds(total / len(regular))}."
+    spans = zip(saves, intervals(saves), strict=True)
+    followed = [(save.held_ms, 1000 * between) for save, between in spans if between and save in regular]
     if followed:
-        seconds = sum(between or 0.0 for _, between in followed)
-        share = sum(save.held_ms for save, _ in followed) / 1000 / seconds
-        whole = milliseconds(seconds * 1000)
-        text += f" All saves together took {share:.1%} of the {whole} from the first to the last."
+        share = sum(held for held, _ in followed) / sum(between for _, between in followed)
+        text += f" From one save to the next, that is {share:.1%} of the time."
     return Advice("note", "What a save costs the trainer", text)
 
 

@@ -7,6 +7,7 @@ the model in a way that the formulas do not cover is refused: a wrong plan is wo
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from megatron_datastates.errors import OptionError, StorageError
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _KEY = re.compile(r"(?:--)?([a-z][\w-]*):")
+_SIMILAR = 0.9  # from 0 to 1: the least of a misspelt flag; Megatron's own differ by more
 _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
     "multi-latent-attention",
     "mtp-num-layers",
@@ -40,19 +42,23 @@ class Arguments:
 
     def __init__(self, values: Mapping[str, str | None]) -> None:
         self._values = dict(values)
+        self._asked: set[str] = set()
         for flag in sorted(_UNKNOWN & self._values.keys()):
             if (self._values[flag] or "").lower() not in ("0", "none", "false"):
                 raise OptionError(f"--{flag}: `datastates plan` has no formula for models with it")
 
     def has(self, flag: str) -> bool:
         """Returns whether a flag without a value is set."""
+        self._asked.add(flag)
         return flag in self._values and (self._values[flag] or "").lower() != "false"
 
     def text(self, flag: str, default: str) -> str:
+        self._asked.add(flag)
         return self._values.get(flag) or default
 
     def number(self, flag: str, default: int | None = None) -> int:
         """Returns the number after a flag. Raises OptionError if it is missing, or no number above 0."""
+        self._asked.add(flag)
         text = self._values.get(flag)
         if text is None and flag not in self._values and default is not None:
             return default
@@ -60,6 +66,19 @@ class Arguments:
             found = "nothing" if text is None else repr(text)
             raise OptionError(f"--{flag}: expected a whole number above 0, found {found}")
         return int(text)
+
+    def unused(self) -> list[str]:
+        """Returns the flags that no formula has asked for. Raises OptionError if one seems to be misspelt."""
+        unused = sorted(self._values.keys() - self._asked)
+        for flag in unused:
+            for similar in difflib.get_close_matches(flag, self._asked, 1, _SIMILAR):
+                raise OptionError(f"--{flag}: no such argument of Megatron; did you mean --{similar}?")
+        return unused
+
+
+def flags_in(words: Iterable[str]) -> set[str]:
+    """Returns the flags among words, without the leading dashes."""
+    return set(_flags(list(words)))
 
 
 def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -192,3 +193,43 @@ def test_auto_lets_the_memory_be_chosen():
 def test_every_options_help_states_its_default():
     for name, spec in Options.specs().items():
         assert "default" in spec.help % (), name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("trust_objects", "off", False),
+        ("lazy", "no", False),
+        ("slot_size", "4MiB", 4 << 20),
+        ("staging_memory", 0, 0),
+        ("fence_deadline", 5, 5.0),
+        ("report_file", Path("a/b"), "a/b"),
+    ],
+)
+def test_a_program_may_give_values_or_text(name: str, given: object, wanted: object) -> None:
+    found = getattr(Options.from_environment({name: given}, {}), name)
+    assert (found, type(found)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("lazy", "of", "expected on or off"),
+        ("direct_io", 1, "expected True or False, found int"),
+        ("copy_limit", True, "expected a whole number, found bool"),
+        ("copy_threads", 0, "from 1 to 64"),
+        ("near_keep", 2.5, "a whole number from 1 to 9999"),
+        ("staging_memory", -3, "expected a size"),
+        ("staging_memory", None, "expected a whole number, found NoneType"),
+        ("slot_size", "4MB", "a multiple of 1MiB"),
+        ("fence_deadline", "soon", "a number of seconds"),
+        ("on_failure", "ignore", "expected raise or warn"),
+        ("providers", 3, "expected a text, found int"),
+        ("slot_sise", 1, "did you mean slot_size?"),
+        ("nothing_like_it", 1, "`datastates options` lists all"),
+    ],
+)
+def test_values_of_a_program_that_make_no_sense_are_refused(name: str, given: object, expected: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(expected)) as failed:
+        Options.from_environment({name: given}, {})
+    assert name in str(failed.value)

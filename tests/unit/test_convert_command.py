@@ -114,8 +114,8 @@ def test_for_a_target_of_another_name_the_command_says_what_to_pass(tmp_path: Pa
     save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
     code, out, _ = run("convert", tmp_path / "run" / "iter_0000010", tmp_path / "made")
     assert code == 0 and out.splitlines()[1] == (
-        "Megatron loads no directory of this name: move it to RUN/iter_0000010, and pass --load RUN "
-        "--ckpt-step 10"
+        "For Megatron, which loads no directory of this name, move it to RUN/iter_0000010, and pass "
+        "--load RUN --ckpt-step 10"
     )
     assert sorted(os.listdir(tmp_path)) == ["made", "run"]
 

@@ -170,6 +170,9 @@ def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
         (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
         (["--params", "7B", "--iteration-seconds", "0"], "--iteration-seconds 0"),
         (["--arguments", "none.sh"], "none.sh: No such file or directory"),
+        (["--", *GPT_2, "--swigluu"], "--swigluu: no such argument of Megatron; did you mean --swiglu?"),
+        (["--", *GPT_2, "--rate", "1GB/s"], "--rate is an option of `datastates plan`: give it before `--`"),
+        (["--", *GPT_2, "--dp", "2"], "--dp is an option of `datastates plan`"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words: list[str], reason: str) -> None:
@@ -208,6 +211,13 @@ def test_the_plan_says_what_to_set_and_what_it_assumes() -> None:
         "an assumption",
     ):
         assert text in out
+
+
+def test_the_plan_names_arguments_without_an_effect() -> None:
+    others = [word for number in range(14) for word in (f"--unrelated-{number:02d}", "1")]
+    _, printed, _ = run("plan", "--", *GPT_2, "--lr", "1e-4", *others)
+    assert "without an effect here: --lr, --unrelated-00" in printed.replace("\n      ", " ")
+    assert "and 3 more" in printed.replace("\n      ", " ")
 
 
 def test_one_node_and_one_rank_are_singular() -> None:
