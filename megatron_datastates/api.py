@@ -82,8 +82,8 @@ def save(state: State, directory: StrPath, *, iteration: int | None = None, **op
         directory: of the checkpoint; made if it is not there. What was published in it stays whole until
             the new checkpoint takes its place.
         iteration: the training iteration, for people.
-        options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the
-            rest comes from the environment.
+        options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`) or as
+            text (`staging_memory="2GiB"`, `checksums="off"`); the rest comes from the environment.
 
     Returns:
         The report of the save, as `SaveHandle.report`.

@@ -144,7 +144,8 @@ def _look_at_ours(look: Look) -> None:
     if wrong:
         raise _FoundError(DAMAGED, f"missing or of another size: {_some(wrong)}")
     metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
-    if manifest.parallel and not (look.path / METADATA_NAME).exists():  # else no save of Megatron's
+    is_megatrons = bool(manifest.parallel) or is_checkpoint_name(look.path.name)
+    if is_megatrons and not (look.path / METADATA_NAME).exists():
         look.note = f"only {METADATA_NAME} is missing: it loads all the same"
 
 

@@ -166,7 +166,8 @@ def test_a_run_without_trouble_gets_a_note_on_its_cost_only(
 ) -> None:
     found = advised()
     assert list(found) == ["What a save costs the trainer"]
-    assert "(median of 4)" in found["What a save costs the trainer"].text
+    text = found["What a save costs the trainer"].text
+    assert "(median of 4 saves, without the first ones of a run" in text and "of the time" in text
 
 
 def test_failed_saves_come_first(advised: Callable[..., dict[str, Advice]]) -> None:

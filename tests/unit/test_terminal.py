@@ -41,7 +41,7 @@ SHOWN = [
     ("export run weights", 0, "weights: 4 tensors"),
     ("prune run --keep-last 1", 0, "keep  run/iter_0000005  (the tracker names it)"),
     ("repair torn", 0, "torn: repaired: save"),
-    ("report run.jsonl --last 3", 0, "the last"),
+    ("report run.jsonl --last 3", 0, "What a save costs"),
     ("plan --params 70B --tp 8 --pp 4 --dp 8", 0, "a checkpoint    980 GB"),
     ("options", 0, "--datastates-"),
     ("show nothing", 2, "datastates: nothing does not exist: give a checkpoint, or the directory of a run"),
