@@ -85,10 +85,10 @@ def prune(
     from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
     from megatron_datastates.pipeline.runs import stored_bytes
 
-    if keep_last is None and keep_every is None:
-        cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
         require_directory(root)
+        if keep_last is None and keep_every is None:
+            raise OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep")
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
         if yes and not is_object(root):
             finish_drops(root)

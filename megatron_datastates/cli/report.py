@@ -110,7 +110,6 @@ def _write(
     from megatron_datastates.reports.picture import draw, svg_text, write_png
 
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         page = page or folder / "report.html"
     wanted = picture or (folder / "report.png" if folder is not None else None)
     if page is None and wanted is None:
@@ -126,6 +125,8 @@ def _write(
         missing = str(error)
         note(missing)
     written = []
+    for target in filter(None, (wanted, page)):
+        target.parent.mkdir(parents=True, exist_ok=True)
     if wanted is not None and figure is not None:
         write_png(figure, wanted)
         written.append(wanted)

@@ -80,6 +80,8 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
             f"to one, and copy it to the store, {TORCH_DIST_INDEX} and then {METADATA_NAME} last; or choose "
             f"--to {DataStatesSink.format}"
         )
+    if target.resolve() == source.directory.resolve():
+        raise StorageError(f"{target} is the source itself: choose another target")
     if f"{target.resolve()}/".startswith(f"{source.directory.resolve()}/"):
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
     metadata_members(source.directory)

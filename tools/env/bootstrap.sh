@@ -16,14 +16,15 @@ log=$env/bootstrap.log
 
 say() { printf '[env] %s\n' "$*"; }
 
-# Runs a command with its output in the log. Prints the log's last line every 10 s, and its tail if the
-# command fails.
+# Runs a command with its output in the log. Every 10 s, prints the size of .venv and the log's last line; if
+# the command fails, the log's tail.
 logged() {
   local status=0 parent=$$ watcher
   echo "+ $*" >>"$log"
   (
     while sleep 10 >/dev/null && kill -0 "$parent" 2>/dev/null; do
-      printf '[env] %5d s  %.80s\n' "$SECONDS" "$(tail -n 1 "$log" | sed 's/^ *//')"
+      printf '[env] %5d s  %5s  %.70s\n' "$SECONDS" "$(du -sh "$env" 2>/dev/null | cut -f 1)" \
+        "$(tail -n 1 "$log" | sed 's/^ *//')"
     done
   ) &
   watcher=$!

@@ -59,9 +59,8 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     """Returns config.json. Raises NotACheckpointError if there is none, FormatError if it is damaged."""
     path = directory / CONFIG_NAME
     if not path.is_file():
-        raise NotACheckpointError(
-            f"{directory} has no {CONFIG_NAME}: choose a model's folder of Hugging Face's"
-        )
+        what = f"has no {CONFIG_NAME}" if directory.is_dir() else "is no directory"
+        raise NotACheckpointError(f"{directory} {what}: choose a model's folder of Hugging Face's")
     return _object(path, DOCUMENT_BYTES)
 
 
