@@ -379,7 +379,9 @@ def _checked(field: dataclasses.Field[Any], value: Any) -> Any:
         number = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
         if not (isinstance(value, kind) or number) or isinstance(value, bool) != (kind is bool):
             raise OptionError(f"{what}: expected {_KINDS[kind]}, found {type(value).__name__}")
-        if kind is bool or value == field.default:
+        if value == field.default:  # which may have no text
+            return field.default
+        if kind is bool:
             return value
     return _parsed(field, str(value), what)
 

@@ -186,7 +186,7 @@ def convert_dtype(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.T
     try:
         if not values.is_complex():
             return values.to(dtype)
-    except NotImplementedError:
+    except NotImplementedError:  # torch's, of dtypes that it can only store
         pass
     name, wanted = (str(one).removeprefix("torch.") for one in (values.dtype, dtype))
     raise MismatchError(

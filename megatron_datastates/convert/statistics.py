@@ -90,7 +90,7 @@ def statistics(
                 try:
                     if sum_of is not None:
                         sum_of.add(values)
-                except NotImplementedError:
+                except NotImplementedError:  # torch's, of dtypes that it can only store
                     found[number] = None
                 progress(values.numel() * values.element_size())
 

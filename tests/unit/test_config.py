@@ -202,6 +202,7 @@ def test_every_options_help_states_its_default():
         ("lazy", "no", False),
         ("slot_size", "4MiB", 4 << 20),
         ("staging_memory", 0, 0),
+        ("staging_memory", 0.0, 0),
         ("fence_deadline", 5, 5.0),
         ("report_file", Path("a/b"), "a/b"),
     ],

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import commit
+from megatron_datastates.pipeline.links import Identity, SharedFile
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.records import DurableFile
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.verify import verify_checkpoint
@@ -481,3 +484,20 @@ def test_whatever_changes_is_found_in_every_checkpoint(tmp_path_factory, steps):
     for number, then in enumerate(kept):
         check(folder / str(number), then)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_no_file_is_linked_beside_another_save_to_the_same_directory(tmp_path, beside):
+    """Also where both are written to a near tier first, whose folders have other paths."""
+    directory, folder = tmp_path / "far" / "iter_0000001", tmp_path / "near" / "iter_0000001"
+    saver = new_saver()
+    shared = SharedFile(folder / "data.bin", SaveId(1, 1), DurableFile(1, 1, 1), b"", Identity(1, 1, 1))
+    saver.session.links.find = lambda where, digest: shared
+    other = directory if beside else tmp_path / "far" / "iter_0000002"
+    context = SimpleNamespace(directory=other, folder=folder)
+    saver._unfinished = [SimpleNamespace(is_under_way=True, save=SimpleNamespace(context=context))]
+    plan = SimpleNamespace(stable=SimpleNamespace(layout=SimpleNamespace(digest=b"digest")))
+    link = saver._link(plan, SimpleNamespace(directory=directory, folder=folder))
+    saver._unfinished = []
+    saver.close()
+    assert (link is None) is beside
