@@ -87,7 +87,7 @@ class CheckpointReader(FileSystemReader):
         boxes = [self._box(item) for item in plan.items if item.type is LoadItemType.TENSOR]
         self.checkpoint.require({file for box in boxes for file in box.files})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
-        in_place, others = _resolve_in_place(boxes, planner)
+        in_place, others = _resolve_in_place(boxes, planner, self.checkpoint)
         tensors = [read for transfer in in_place for read in transfer.scheduled()]
         self.checkpoint.read([*stored.scheduled, *tensors], reader)
         values = stored.values()
@@ -96,7 +96,9 @@ class CheckpointReader(FileSystemReader):
         for transfer in in_place:
             transfer.complete(planner)
         others.sort(key=lambda box: box.place)
-        for group in _groups(transfer for box in others for transfer in box.resolved(planner).parts()):
+        for group in _groups(
+            transfer for box in others for transfer in box.resolved(planner, self.checkpoint).parts()
+        ):
             self._read_group(group, planner, reader)
         done: Future[None] = Future()
         done.set_result(None)
@@ -167,7 +169,7 @@ class _Box:
             planner.lookup_tensor(self.item.dest_index)
         )
 
-    def resolved(self, planner: LoadPlanner) -> _Transfer:
+    def resolved(self, planner: LoadPlanner, checkpoint: Checkpoint) -> _Transfer:
         """Resolves the target with the planner. Raises MismatchError."""
         target = planner.resolve_tensor(self.item).detach()
         if target.size() != self.item.lengths:
@@ -175,7 +177,8 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
-        memory = target if _fits_in_place(target, self.torch_dtype, self.encoded) else None
+        same = checkpoint.is_same_dtype(self.item.storage_index.fqn, self.torch_dtype, target.dtype)
+        memory = target if same and _fits_in_place(target, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
 
 
@@ -269,11 +272,13 @@ class _Transfer:
             planner.commit_tensor(self.box.item, self.whole)
 
 
-def _resolve_in_place(boxes: Iterable[_Box], planner: LoadPlanner) -> tuple[list[_Transfer], list[_Box]]:
+def _resolve_in_place(
+    boxes: Iterable[_Box], planner: LoadPlanner, checkpoint: Checkpoint
+) -> tuple[list[_Transfer], list[_Box]]:
     """Splits boxes into transfers to targets that native code can write to, and others, unresolved."""
     in_place, others = [], []
     for box in boxes:
-        transfer = None if box.is_detour(planner) else box.resolved(planner)
+        transfer = None if box.is_detour(planner) else box.resolved(planner, checkpoint)
         if transfer is not None and transfer.memory is not None:
             in_place.append(transfer)
         else:
@@ -303,11 +308,10 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _fits_in_place(target: torch.Tensor, dtype: torch.dtype, encoded: bool) -> bool:
-    """Returns whether stored elements can be written to the target unchanged, without a temporary."""
+def _fits_in_place(target: torch.Tensor, encoded: bool) -> bool:
+    """Returns whether elements of the same dtype can be read into the target without a temporary."""
     return (
         _is_plain(target)
-        and target.dtype == dtype
         and not (encoded and _is_on_device(target))
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())

@@ -69,6 +69,7 @@ class Checkpoint:
         self._footers: dict[int, Footer] = {}
         self._near = near_folder(near_root(options.near), directory) if options.near else None
         self._in_near: set[int] = set()  # data files that are read from the near tier
+        self.rounded: dict[str, str] = {}  # "float32 as bfloat16", by the key of a tensor that was loaded so
 
     @classmethod
     def open(
@@ -301,16 +302,30 @@ class Checkpoint:
                 f"tensor {key!r} was saved with the shape {entry.global_shape}, "
                 f"and is wanted with {place.global_shape}"
             )
-        if not torch.can_cast(stored, target.dtype):
-            raise MismatchError(f"tensor {key!r} was saved as {stored} and cannot become {target.dtype}")
         return (
-            target.dtype == stored
+            self.is_same_dtype(key, stored, target.dtype)
             and type(target) is torch.Tensor
             and target.is_contiguous()
             and not target.is_neg()
             and not target.is_conj()
             and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
         )
+
+    def is_same_dtype(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> bool:
+        """Returns whether a tensor is loaded with the dtype that it was saved with; notes it if digits may be lost.
+
+        Raises:
+            MismatchError: stored values cannot become the dtype that is wanted: floats no integers, for one.
+        """
+        import torch
+
+        if stored == wanted:
+            return True
+        if not torch.can_cast(stored, wanted):
+            raise MismatchError(f"tensor {key!r} was saved as {stored} and cannot become {wanted}")
+        if wanted.itemsize <= stored.itemsize and stored is not torch.bool:
+            self.rounded[key] = f"{stored} as {wanted}".replace("torch.", "")
+        return False
 
     def _plan_tensor(
         self, key: str, offset: Sequence[int] | None, shape: Sequence[int] | None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.read_costs import ReadCosts
 from megatron_datastates.pipeline.report import Reporter, milliseconds
+
+logger = logging.getLogger(__name__)
 
 
 class LoadTracker:
@@ -38,6 +41,7 @@ class LoadTracker:
             return
         self.checkpoint = checkpoint
         self._before = dataclasses.replace(checkpoint.costs, opening=0.0) if was_open else ReadCosts()
+        checkpoint.rounded.clear()
 
     @property
     def costs(self) -> ReadCosts:
@@ -64,6 +68,21 @@ def reported_load(directory: str | os.PathLike[str], options: Callable[[], Optio
     finally:
         report = load_report(Path(directory), tracker, time.perf_counter() - begin, failure)
         Reporter(options().report_file).emit(report["rank"], lambda: report)
+        if failure is None and report["rank"] == 0:
+            _warn_of_rounding(tracker.checkpoint)
+
+
+def _warn_of_rounding(checkpoint: Checkpoint | None) -> None:
+    if checkpoint is None or not checkpoint.rounded:
+        return
+    key, dtypes = next(iter(checkpoint.rounded.items()))
+    logger.warning(
+        "%d of the tensors loaded from %s may have lost digits: %r, for one, was loaded from %s",
+        len(checkpoint.rounded),
+        checkpoint.directory,
+        key,
+        dtypes,
+    )
 
 
 def load_report(
@@ -84,6 +103,7 @@ def load_report(
         "ranks": world.size,
         "bytes": costs.bytes,
         "bytes_read": costs.bytes_read,
+        "rounded_tensors": len(tracker.checkpoint.rounded) if tracker.checkpoint is not None else 0,
         "opening_ms": milliseconds(costs.opening),
         "planning_ms": milliseconds(costs.planning),
         "reading_ms": milliseconds(costs.reading),

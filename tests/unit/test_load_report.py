@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, NotACheckpointError
 
 STATE = {"weight": torch.arange(1000.0), "note": ["a"]}
@@ -54,6 +57,41 @@ def test_every_load_reports_its_own_costs(saved: tuple[Path, Path, dict[str, Any
     first, second = lines(reports)
     assert first["bytes"] == second["bytes"] > 4000
     assert first["bytes_read"] == second["bytes_read"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rounded"),
+    [(torch.bfloat16, 1), (torch.float32, 0), (torch.float64, 0)],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_a_load_into_a_narrower_dtype_says_so_once(
+    how: str,
+    wanted: torch.dtype,
+    rounded: int,
+    saved: tuple[Path, Path, dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory, reports, _ = saved
+    target = torch.zeros(1000, dtype=wanted)
+    if how == "ours":
+        ds.load(directory, into={"weight": target}, report_file=str(reports))
+    else:
+        reader = DataStatesReader(directory, report_file=str(reports))
+        dcp.load({"weight": target}, storage_reader=reader, no_dist=True)
+    assert torch.equal(target, torch.arange(1000.0).to(wanted))
+    (report,) = lines(reports)
+    assert report["rounded_tensors"] == rounded
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    expected = f"1 of the tensors loaded from {directory} may have lost digits: 'weight', for one, was loaded from float32 as bfloat16"
+    assert [text for text in warnings if "digits" in text] == [expected] * rounded
+
+
+def test_dcp_does_not_make_integers_of_floats(saved: tuple[Path, Path, dict[str, Any]]) -> None:
+    target = torch.full((1000,), 7, dtype=torch.int32)
+    with pytest.raises(CheckpointException, match=r"float32 and cannot become torch\.int32"):
+        dcp.load({"weight": target}, storage_reader=DataStatesReader(saved[0]), no_dist=True)
+    assert torch.equal(target, torch.full((1000,), 7, dtype=torch.int32))
 
 
 def test_a_failed_load_reports_its_error(saved: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
