@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import io
 import os
 import re
 import stat
@@ -24,6 +23,7 @@ from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 
 from megatron_datastates.errors import OptionError
+from megatron_datastates.seekable import SeekableReads
 
 SCHEME = "msc://"
 _PREFIX = "msc:/"  # what is left of it in a Path
@@ -288,52 +288,23 @@ def _list(path: Path) -> Iterator[tuple[str, bool]]:
                 yield name, found.type == "directory"
 
 
-class ObjectFile(io.RawIOBase):
-    """An object, open for reading. Its end is read at once with the first bytes that are wanted of it.
-
-    Attributes:
-        size: in bytes.
-    """
+class ObjectFile(SeekableReads):
+    """An object, open for reading. Its end is read at once with the first bytes that are wanted of it."""
 
     def __init__(self, path: Path) -> None:
-        self.size = size_of_object(path)
+        super().__init__(size_of_object(path))
         self._path = path
-        self._at = 0
         self._end = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self.size - self._at), 0)
-        view[:count] = self._bytes(self._at, count)
-        self._at += count
-        return count
-
-    def readall(self) -> bytes:
-        data = self._bytes(self._at, max(self.size - self._at, 0))
-        self._at += len(data)
-        return data
-
-    def _bytes(self, begin: int, count: int) -> bytes:
+    def read_at(self, offset: int, target: memoryview) -> int:
         end_begin = max(self.size - _END_BYTES, 0)
-        if count == 0 or begin < end_begin:
-            return read(self._path, begin, count)
+        if offset < end_begin:
+            target[:] = read(self._path, offset, len(target))
+            return len(target)
         if not self._end:
             self._end = read(self._path, end_begin, self.size - end_begin)
-        return self._end[begin - end_begin : begin - end_begin + count]
+        target[:] = self._end[offset - end_begin :][: len(target)]
+        return len(target)
 
 
 # -- the client -------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ class Checkpoint:
         )
 
     def is_same_dtype(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> bool:
-        """Returns whether a tensor is loaded with the dtype that it was saved with; notes it if digits may be lost.
+        """Returns whether a tensor is loaded with its stored dtype; notes those that may lose digits.
 
         Raises:
             MismatchError: stored values cannot become the dtype that is wanted: floats no integers, for one.

@@ -83,7 +83,10 @@ def test_a_load_into_a_narrower_dtype_says_so_once(
     (report,) = lines(reports)
     assert report["rounded_tensors"] == rounded
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    expected = f"1 of the tensors loaded from {directory} may have lost digits: 'weight', for one, was loaded from float32 as bfloat16"
+    expected = (
+        f"1 of the tensors loaded from {directory} may have lost digits: "
+        "'weight', for one, was loaded from float32 as bfloat16"
+    )
     assert [text for text in warnings if "digits" in text] == [expected] * rounded
 
 

@@ -24,6 +24,7 @@ from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.tensors import dtype_name
+from megatron_datastates.seekable import SeekableReads
 
 Bytes = npt.NDArray[np.uint8]
 _WHOLE_BYTES = 256 << 10  # archives up to this size are read in one go
@@ -150,34 +151,15 @@ def _read_exactly(file: BinaryIO, offset: int, target: Bytes, where: str) -> Non
         view, at = view[got:], at + got
 
 
-class _View(io.RawIOBase):
+class _View(SeekableReads):
     """Part of a file, presented as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
-        super().__init__()
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
+        super().__init__(size)
+        self._file, self._offset = file, offset
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Sequence[int]) -> int:  # type: ignore[override]
-        view = memoryview(buffer)[: max(self._size - self._at, 0)]  # type: ignore[arg-type]
-        got = os.preadv(self._file.fileno(), [view], self._offset + self._at) if view else 0
-        self._at += got
-        return got
+    def read_at(self, offset: int, target: memoryview) -> int:
+        return os.preadv(self._file.fileno(), [target], self._offset + offset)
 
 
 class Appendable(Protocol):

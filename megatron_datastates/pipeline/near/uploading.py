@@ -8,23 +8,23 @@ it does leave in the store, `datastates prune` removes.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from megatron_datastates import stores
 from megatron_datastates.config import MIB
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.seekable import SeekableReads
 
 ReadInto = Callable[[int, memoryview], None]  # an offset, and what its bytes go to
 _BUFFER_BYTES = 8 * MIB  # the shortest read, where a client asks for less
 _LONGEST_BYTES = 64 * MIB  # of one read: what a client that asks for everything gets
 
 
-class _Checked(io.RawIOBase):
+class _Checked(SeekableReads):
     """A data file as a client reads it: any bytes, each of them checked.
 
     Attributes:
@@ -32,42 +32,18 @@ class _Checked(io.RawIOBase):
     """
 
     def __init__(self, size: int, read_into: ReadInto) -> None:
+        super().__init__(size)
         self.error: Exception | None = None
-        self._size = size
         self._read_into = read_into
-        self._at = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._size - self._at, _LONGEST_BYTES), 0)
+    def read_at(self, offset: int, target: memoryview) -> int:
+        view = target[:_LONGEST_BYTES]
         try:
-            self._read_into(self._at, view[:count])
+            self._read_into(offset, view)
         except Exception as error:
             self.error = self.error or error
             raise
-        self._at += count
-        return count
-
-    def readall(self) -> bytes:
-        data = bytearray(max(self._size - self._at, 0))
-        done = 0
-        while done < len(data):
-            done += self.readinto(memoryview(data)[done:])
-        return bytes(data)
+        return len(view)
 
 
 def upload_checked(target: Path, size: int, read_into: ReadInto) -> None:
