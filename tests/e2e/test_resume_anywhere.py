@@ -73,6 +73,7 @@ def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
 
 
 @pytest.mark.long
+@pytest.mark.conformance
 def test_stock_megatron_resumes_in_any_layout_from_a_converted_checkpoint(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:

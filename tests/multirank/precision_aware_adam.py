@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import optimizer
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -74,6 +74,7 @@ def installed() -> dict[str, Any]:
     sys.modules[module.__name__] = module
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.HAVE_APEX_OR_TE = True
+    optimizer_config.is_te_min_version = lambda *_: True  # before 0.19 it fails without Transformer Engine
     return {
         "use_precision_aware_optimizer": True,
         "main_params_dtype": torch.float16,

@@ -18,8 +18,11 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import FragmentRange
 from megatron_datastates.errors import OptionError
-from megatron_datastates.format.directory import COMMON_STATE_KEY
-from tests.unit.states import new_saver, save
+from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
+from megatron_datastates.pipeline.documents import PublicationExtras
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.providers.objects import deserialize
+from tests.unit.states import State, new_saver, save
 from tests.unit.test_optimizer_state import BUCKET, bucket, map_of, parameter, shard
 
 PREFIX = "optimizer.distributed.dp_group_idx_"
@@ -31,10 +34,18 @@ COMMON = {
 }
 
 
-def columns(directory: Path, common: Any = COMMON) -> Path:
-    """Saves two halves of a matrix, cut by columns, each with something before it."""
+def columns(directory: Path, common: Any = COMMON, *, as_file: bool = False) -> Path:
+    """Saves two halves of a matrix, cut by columns, each with something before it.
+
+    The common state is an object, or a file as before Megatron 0.19.
+    """
     tensors: dict[str, torch.Tensor] = {"w": WHOLE.bfloat16()}
-    objects: dict[str, Any] = {COMMON_STATE_KEY: [common], "rng/shard_0_1": [1]}
+    objects: dict[str, Any] = {"rng/shard_0_1": [1]}
+    if as_file:
+        directory.mkdir()
+        torch.save(common, directory / COMMON_FILE)
+    elif common is not None:
+        objects[COMMON_STATE_KEY] = [common]
     for rank in (0, 1):
         half = WHOLE[:, 3 * rank : 3 * rank + 3]
         tensors[f"{PREFIX}{rank}.{BUCKET}.exp_avg"] = torch.cat([torch.full((5,), -1.0), half.reshape(-1)])
@@ -45,7 +56,8 @@ def columns(directory: Path, common: Any = COMMON) -> Path:
         }
         objects |= {f"{PREFIX}{rank}.{name}/shard_0_1": [value] for name, value in values.items()}
     saver = new_saver()
-    save(saver, directory, tensors, objects)
+    extras = PublicationExtras(other_files=[COMMON_FILE] if as_file else [])
+    assert saver.start(directory, State(tensors, objects), extras=extras).wait() is Outcome.PUBLISHED
     saver.close()
     return directory
 
@@ -58,6 +70,28 @@ def test_states_take_the_place_of_buckets_and_of_what_is_beside_them(tmp_path: P
     assert torch.equal(source.read_tensor(KEY, (1, 2), (2, 3)), WHOLE[1:3, 2:5])
     held = [one for file in source.stored_by_rank() for one in file.fragments]
     assert sorted(held) == [("w", 0), (KEY, 0), (KEY, 1)] or sorted(held) == [(KEY, 0), (KEY, 1), ("w", 0)]
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["object", "file"])
+def test_the_common_state_says_that_state_is_by_parameter(tmp_path: Path, as_file: bool) -> None:
+    directory = columns(tmp_path / "c", COMMON | {"args": argparse.Namespace(seed=3)}, as_file=as_file)
+    before = sorted(path.read_bytes() for path in directory.iterdir())
+    source = ByParameterSource(open_source(directory))
+    if as_file:
+        assert (list(source.other_files), COMMON_STATE_KEY in source.objects) == ([COMMON_FILE], False)
+        common = deserialize(source.other_path(COMMON_FILE).read_bytes(), COMMON_FILE)
+    else:
+        assert list(source.other_files) == []
+        (common,) = deserialize(source.read_object(COMMON_STATE_KEY), COMMON_STATE_KEY)
+    kind = "fully_reshardable"
+    assert common["content_metadata"] == {
+        "distrib_optim_sharding_type": kind,
+        "chained_optim_avoid_prefix": True,
+    }
+    groups = {"param_groups": [{"lr": 1.0}]}
+    assert common["optimizer"] == {"optimizer": groups, "param_state_sharding_type": kind}
+    assert common["args"] == argparse.Namespace(seed=3)
+    assert sorted(path.read_bytes() for path in directory.iterdir()) == before
 
 
 @pytest.mark.parametrize("begin", [0, 1, 3, 4, 13, 47])
@@ -73,10 +107,12 @@ def test_ranges_may_begin_and_end_within_an_element(begin: int, size: int, tmp_p
     assert (window[:7] == 0xEE).all() and (window[7 + size :] == 0xEE).all()
 
 
-def test_without_a_map_or_a_common_state_object_it_is_refused(tmp_path: Path) -> None:
+def test_without_a_map_or_a_common_state_it_is_refused(tmp_path: Path) -> None:
     saver = new_saver()
     save(saver, tmp_path / "plain", {"w": WHOLE}, {COMMON_STATE_KEY: [COMMON]})
     saver.close()
+    with pytest.raises(OptionError, match="has no common state, which --optimizer fully-reshardable needs"):
+        ByParameterSource(open_source(columns(tmp_path / "no common", None)))
     with pytest.raises(OptionError, match="has no optimizer map, which --optimizer fully-reshardable needs"):
         ByParameterSource(open_source(tmp_path / "plain"))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +36,7 @@ class ByParameterSource(Source):
     format = DataStatesSource.format
 
     def __init__(self, stored: Source) -> None:
-        """Raises OptionError: there is no optimizer map, or no common state that can be rewritten."""
+        """Raises OptionError: there is no optimizer map, or no common state."""
         super().__init__(stored.directory)
         states = BucketStates(stored.checkpoint) if isinstance(stored, DataStatesSource) else None
         if not isinstance(stored, DataStatesSource) or not states:
@@ -42,15 +44,23 @@ class ByParameterSource(Source):
                 f"{stored.directory} has no optimizer map, which --optimizer fully-reshardable needs: "
                 "convert one that was saved with --ckpt-format datastates and a distributed optimizer"
             )
-        if COMMON_STATE_KEY not in stored.objects:
-            raise OptionError(
-                f"{stored.directory} has its common state in {COMMON_FILE}, as Megatron before 0.19 stores "
-                "it: --optimizer fully-reshardable needs a checkpoint of a later release"
-            )
         self._stored, self._states = stored, states
         self._beside = beside_maps(stored.checkpoint)
+        self._made: tempfile.TemporaryDirectory[str] | None = None  # has the common state, if it is a file
         change = functools.partial(reshardable_common_state, stored.checkpoint)
-        self._common = changed_object(stored.read_object(COMMON_STATE_KEY), COMMON_STATE_KEY, change)
+        if COMMON_STATE_KEY in stored.objects:
+            self._common = changed_object(stored.read_object(COMMON_STATE_KEY), COMMON_STATE_KEY, change)
+        elif COMMON_FILE in stored.other_files:  # of Megatron before 0.19
+            common = stored.checkpoint.read_other(COMMON_FILE)
+            self._made = tempfile.TemporaryDirectory(prefix="datastates-common-")
+            self.other_path(COMMON_FILE).write_bytes(
+                changed_object(common, COMMON_FILE, lambda value: change([value])[0])
+            )
+        else:
+            raise OptionError(
+                f"{stored.directory} has no common state, which --optimizer fully-reshardable needs: "
+                "it was not saved by Megatron"
+            )
         own = {key: entry for key, entry in stored.tensors.items() if key not in states.buckets}
         twice = own.keys() & states.keys()
         if twice:
@@ -68,6 +78,11 @@ class ByParameterSource(Source):
     @property
     def other_files(self) -> Sequence[str]:
         return self._stored.other_files
+
+    def other_path(self, name: str) -> Path:
+        if self._made is not None and name == COMMON_FILE:
+            return Path(self._made.name, name)
+        return self._stored.other_path(name)
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
