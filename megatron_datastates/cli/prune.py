@@ -33,7 +33,12 @@ _MIN_AGE_MINUTES = 60.0
 
 @app.command()
 @run_argument
-@click.option("--keep-last", metavar="N", type=int, help="Keep the N newest complete checkpoints.")
+@click.option(
+    "--keep-last",
+    metavar="N",
+    type=int,
+    help="Keep the N newest complete checkpoints; after a rollback, those that follow it first.",
+)
 @click.option("--keep-every", metavar="N", type=int, help="Keep every iteration that is a multiple of N.")
 @click.option(
     "--drop-optimizer",

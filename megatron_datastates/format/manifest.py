@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import check_readable
 from megatron_datastates.format.values import FORMAT_VERSION, MOST_GROUPS, SaveId, digest_in_index_name
 
+REPAIRED = "repaired"  # `writer["manifest"]` of a manifest that was not made by a save
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
 
@@ -104,6 +105,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return names.get(key)
 
     @property
+    def is_repaired(self) -> bool:
+        """Whether `datastates repair` has made it, which does not know all that a save does."""
+        return self.writer.get("manifest") == REPAIRED
+
+    @property
     def names(self) -> set[str]:
         """The names of all files that belong to the checkpoint, but for the manifest itself."""
         return {self.index.name, *(file.name for file in self.files), *(other.name for other in self.others)}
@@ -119,34 +125,61 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return b"datastates-manifest %d %d %08x\n" % (self.format_version, len(body), zlib.crc32(body)) + body
 
     @classmethod
-    def decode(cls, data: bytes, name: str) -> Manifest:
+    def decode(cls, data: bytes, name: str, *, is_own: bool = False) -> Manifest:
         """Returns the manifest in `data`, all bytes of the file `name`.
+
+        Args:
+            is_own: another rank has just made it: what damage or malice may do to one is not looked for.
 
         Raises:
             FormatError: the file is damaged, or is not a manifest.
             UnsupportedFormatError: a later release wrote it.
         """
-        line = _LINE.match(data)
-        if line is None:
-            raise FormatError(f"{name} does not begin as a datastates manifest does")
-        body = data[line.end() :]
-        if int(line[2]) != len(body) or int(line[3], 16) != zlib.crc32(body):
-            raise FormatError(f"{name} is damaged: its length or checksum differs")
-        version = int(line[1])
-        check_readable(name, version, 0)  # before decoding fields that may have another meaning
-        try:
-            manifest = _DECODER.decode(body)
-        except (ValueError, RecursionError) as error:  # msgspec's own errors, invalid UTF-8, absurd nesting
-            raise FormatError(f"{name} is not a valid manifest: {error}") from None
+        version, manifest = _decoded(_DECODER, data, name)
         check_readable(name, manifest.format_version, manifest.incompatible)
         if manifest.format_version != version:
             manifest = msgspec.structs.replace(manifest, format_version=version)
-        _check(manifest, name)
+        if not is_own:
+            _check(manifest, name)
         return manifest
+
+    @staticmethod
+    def decode_save_id(data: bytes, name: str) -> SaveId:
+        """Returns the save that published a manifest. Raises as `decode`, but does not look at its files."""
+        _, found = _decoded(_IDENTITY_DECODER, data, name)
+        save_id = SaveId.parse(f"{found.run_id}-{found.ordinal}")
+        if save_id is None:
+            raise FormatError(f"{name} is not a valid manifest: its run id and ordinal are not a save id")
+        return save_id
+
+
+class _Identity(msgspec.Struct):
+    """The part of a manifest that says which save published it."""
+
+    run_id: str
+    ordinal: int
 
 
 # Made at import: msgspec inspects a type at its first use, which is not thread-safe.
 _DECODER = msgspec.json.Decoder(Manifest)
+_IDENTITY_DECODER = msgspec.json.Decoder(_Identity)
+_Found = TypeVar("_Found")
+
+
+def _decoded(decoder: msgspec.json.Decoder[_Found], data: bytes, name: str) -> tuple[int, _Found]:
+    """Returns the version of the format, and what is decoded of the JSON. Raises as Manifest.decode."""
+    line = _LINE.match(data)
+    if line is None:
+        raise FormatError(f"{name} does not begin as a datastates manifest does")
+    body = data[line.end() :]
+    if int(line[2]) != len(body) or int(line[3], 16) != zlib.crc32(body):
+        raise FormatError(f"{name} is damaged: its length or checksum differs")
+    version = int(line[1])
+    check_readable(name, version, 0)  # before decoding fields that may have another meaning
+    try:
+        return version, decoder.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors, invalid UTF-8, absurd nesting
+        raise FormatError(f"{name} is not a valid manifest: {error}") from None
 
 
 def _check(manifest: Manifest, name: str) -> None:

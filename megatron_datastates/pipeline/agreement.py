@@ -11,10 +11,13 @@ some ranks only, and NCCL deadlocks where communicators are used in different or
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -77,8 +80,8 @@ class Transport(Protocol):
 class Collectives:
     """What a save needs of torch.distributed; works alone where that is not initialized.
 
-    Counts its calls by kind in `calls`. Memory for a device is kept, so that later saves allocate none,
-    but for `gather_to_first`, which only new layouts need.
+    Counts its calls by kind in `calls`. Memory for a device is kept, so that later saves allocate none, but
+    for `gather_to_first`, which only new layouts need, and `send_from_first`, of saves in near tiers.
     """
 
     def __init__(self) -> None:
@@ -164,6 +167,20 @@ class Collectives:
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device())
         dist.broadcast(tensor, 0)
         return int(tensor.item())
+
+    def share(self, value: T) -> list[T]:
+        """Returns the values of all ranks, in their order. Pickles them; waits for all ranks.
+
+        They go by way of rank 0, and take no more memory than they have together. In torch's
+        all_gather_object each takes as much as the largest, on the device.
+        """
+        if not self.distributed:
+            return [value]
+        data = pickle.dumps(value)
+        sizes = np.frombuffer(self.start_gather(len(data).to_bytes(8, "little")).result(), "<u8").tolist()
+        joined = b"".join(self.gather_to_first(data, sizes).result())
+        everyone = io.BytesIO(self.send_from_first(joined, sum(sizes)).result())
+        return [pickle.loads(everyone.read(size)) for size in sizes]
 
     def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> PollableResult[list[bytes]]:
         """Asks for every rank's bytes on rank 0, of the lengths that all ranks know; for nothing elsewhere.

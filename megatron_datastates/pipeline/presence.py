@@ -96,36 +96,36 @@ def _persistently(look: Callable[[], T]) -> T:
 
 def missing_files(directory: Path, manifest: Manifest) -> list[str]:
     """Describes the manifest's files that are missing or have another size."""
-    return _missing(directory, _data_files(manifest) | {manifest.index.name: (manifest.index.bytes, "")})
+    wanted = _data_files(manifest) | {manifest.index.name: (manifest.index.bytes, "")}
+    return list(_missing(directory, wanted).values())
 
 
 def missing_data_files(directory: Path, manifest: Manifest, seen: set[str] | None = None) -> list[str]:
     """Describes the same of data files alone.
 
     Args:
-        seen: names of objects that were there before, which are not asked for again; gets new ones.
+        seen: names of files that were there before, which are not looked for again; gets new ones.
     """
-    if not is_object(directory):
-        return _missing(directory, _data_files(manifest))
     seen = set() if seen is None else seen
     wanted = {name: one for name, one in _data_files(manifest).items() if name not in seen}
-    sizes = _object_sizes(directory, wanted)
-    seen.update(name for name, (size, _) in wanted.items() if sizes.get(name) == size)
-    return [f"{name}{whose}" for name, (_, whose) in wanted.items() if name not in seen]
+    wrong = _missing(directory, wanted)
+    seen.update(wanted.keys() - wrong.keys())
+    return list(wrong.values())
 
 
 def _data_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
     return {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
 
 
-def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> list[str]:
+def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> dict[str, str]:
+    """Describes, by name, the files that are missing or have another size."""
     sizes = _object_sizes(directory, wanted) if is_object(directory) else _file_sizes(directory, wanted)
-    wrong = []
+    wrong = {}
     for name, (size, whose) in wanted.items():
         if name not in sizes:
-            wrong.append(f"{name}{whose}")
+            wrong[name] = f"{name}{whose}"
         elif sizes[name] != size:
-            wrong.append(f"{name}{whose} (has {sizes[name]} bytes, expected {size})")
+            wrong[name] = f"{name}{whose} (has {sizes[name]} bytes, expected {size})"
     return wrong
 
 

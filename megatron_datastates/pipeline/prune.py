@@ -52,6 +52,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.files import is_denied, is_object, names_in, path_of
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.left_overs import (
     MIN_AGE_SECONDS,
     UnnamedFile,
@@ -111,15 +112,20 @@ class PrunePlan:
     kept: list[tuple[Iteration, str]]
     left_overs: list[UnnamedFile]  # removed from directories that are kept; and uploads that have not ended
     note: str = ""  # what could not be looked for
+    whole: list[int] = dataclasses.field(default_factory=list)  # undamaged iterations, ascending
 
 
 def plan_prune(
-    root: str | os.PathLike[str], rules: RetentionRules, others: OtherFormats = NO_OTHERS
+    root: str | os.PathLike[str],
+    rules: RetentionRules,
+    others: OtherFormats = NO_OTHERS,
+    again: tuple[Iteration, PrunePlan] | None = None,
 ) -> PrunePlan:
     """Decides about all iterations directly under `root`.
 
     Args:
         others: the formats, besides ours, whose checkpoints the rules apply to.
+        again: one of a plan's, to decide about it alone. Of the others, damage is not looked for again.
 
     Raises:
         StorageError: `root` cannot be listed, or its tracker cannot be read.
@@ -137,12 +143,23 @@ def plan_prune(
         other = other_checkpoints(path)
         raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*){other}")
     tracked = require_tracked(path / TRACKER_NAME)
-    complaints = {one.path: _complaint(one, others) for one in found}
-    whole = [one.number for one in found if one.complete and complaints[one.path] is None]
+    wanted = found if again is None else [one for one in found if one.path == again[0].path]
+    complaints = {one.path: _complaint(one, others) for one in wanted}
+    known = again[1].whole if again is not None else []
+    undamaged = {
+        one.number: one.path
+        for one in found
+        if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
+    }
+    whole, latest = sorted(undamaged), by_branch(path, undamaged, rules.keep_last or 1)
     old_uploads = [upload for upload in uploads if upload.age_seconds >= rules.min_age_seconds]
-    plan = PrunePlan([], [], old_uploads, note)
-    for one in found:
-        why = complaints[one.path] or _reason(one, whole, tracked, rules, others) or _link_to(one, linked)
+    plan = PrunePlan([], [], old_uploads, note, whole)
+    for one in wanted:
+        why = (
+            complaints[one.path]
+            or _reason(one, whole, latest, tracked, rules, others)
+            or _link_to(one, linked)
+        )
         unnamed = _unnamed(one, why or "", others)
         own_uploads = [upload for upload in uploads if upload.path.parent == one.path]
         why = why or under_way([*unnamed, *own_uploads], rules.min_age_seconds) or _just_made(one, rules)
@@ -257,9 +274,19 @@ def _damage(path: Path) -> str | None:
 
 
 def _reason(
-    one: Iteration, whole: list[int], tracked: int | None, rules: RetentionRules, others: OtherFormats
+    one: Iteration,
+    whole: list[int],
+    latest: list[int],
+    tracked: int | None,
+    rules: RetentionRules,
+    others: OtherFormats,
 ) -> str | None:
-    """Returns why this is kept, or None. `whole`: complete iterations, ascending."""
+    """Returns why this is kept, or None.
+
+    Args:
+        whole: undamaged iterations, ascending.
+        latest: of them, the newest ones, newest first; those of branches that were left come last.
+    """
     if one.number == tracked:
         return "the tracker names it"
     if not one.complete:
@@ -270,9 +297,9 @@ def _reason(
             index = others[one.format].index_name
             return f"only metadata.json is missing, beside {index}" if (one.path / index).exists() else None
         return "its manifest is lost: see datastates repair" if _may_be_whole(one.path) else None
-    if one.number == whole[-1]:
+    if latest[:1] == [one.number]:
         return "the newest complete one"
-    if rules.keep_last is not None and one.number in whole[-rules.keep_last :]:
+    if rules.keep_last is not None and one.number in latest:
         return f"one of the last {rules.keep_last}"
     if rules.keep_every is not None and one.number % rules.keep_every == 0:
         return f"a multiple of {rules.keep_every}"
@@ -303,14 +330,15 @@ def prune(
         DataStatesError: as `plan_prune`.
     """
     points, gone = Faults(faults), []
-    for one in plan_prune(root, rules, others).removed:
+    plan = plan_prune(root, rules, others)
+    for one in plan.removed:
         index_name = others[one.format].index_name if one.format in others else MANIFEST_NAME
         try:
             if is_object(one.path):
                 why = ObjectRemoval(one, points).run(rules.min_age_seconds)
             else:
                 removal = _Removal(one.path, index_name, points)
-                if one not in plan_prune(root, rules, others).removed:
+                if one not in plan_prune(root, rules, others, (one, plan)).removed:
                     continue
                 why = removal.run()
         except OSError as error:
@@ -326,7 +354,11 @@ def prune(
 
 
 def _state(index: Path) -> str:
-    return "It is still complete" if index.exists() else "It is not a checkpoint any more"
+    try:
+        is_there = content_of(index) is not None
+    except OSError:
+        return "Whether it is still complete cannot be seen now: run `datastates verify`"
+    return "It is still complete" if is_there else "It is not a checkpoint any more"
 
 
 class _Removal:

@@ -50,7 +50,7 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, index_entry
-from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
+from megatron_datastates.format.manifest import REPAIRED, FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import (
     MANIFEST_NAME,
     SaveId,
@@ -90,7 +90,8 @@ def repair(
         RepairRefusedError: the manifest is undamaged, or it is not proven that a whole save is there.
         StorageError: a file cannot be read, or the manifest cannot be written.
     """
-    options = dataclasses.replace(options or Options.from_environment(), checksums=True)
+    # What near tiers have of it would be read in place of the files that are to be checked.
+    options = dataclasses.replace(options or Options.from_environment(), checksums=True, near="")
     path = path_of(directory)
     footers = _sealed_files(path)
     _refuse_sound_manifest(path)
@@ -105,10 +106,13 @@ def repair(
         index=entry,
         files=[_file_entry(path / name, footer) for name, footer in footers.items()],
         others=[*_others(path, index, notes), *_dcp_facts(path, first.save_id, notes)],
-        writer={"megatron-datastates": metadata.version("megatron-datastates"), "manifest": "repaired"},
+        writer={"megatron-datastates": metadata.version("megatron-datastates"), "manifest": REPAIRED},
         compatible=COMPATIBLE_CHECKSUMS,
     )
-    notes.append("the sizes of the parallel groups are left out: data files do not contain them")
+    notes.append(
+        "the sizes of the parallel groups, the state providers, and what the job resumed from are left out: "
+        "data files do not contain them"
+    )
     checkpoint = Checkpoint(path, manifest, index, options)
     strange = extra_names(checkpoint)
     if strange:

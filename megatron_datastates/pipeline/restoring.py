@@ -77,7 +77,7 @@ def restore(checkpoint: Checkpoint, providers: Mapping[str, StateProvider]) -> N
     saved = {provider.name for provider in checkpoint.manifest.providers}  # some with nothing to store
     for name, provider in providers.items():
         reader = PrefixReader(checkpoint, name)
-        if name not in saved and reader.is_empty and name:
+        if name not in saved and reader.is_empty and name and not checkpoint.manifest.is_repaired:
             raise MissingKeyError(
                 f"{checkpoint.directory} has no state of the provider {name!r}: it was saved without it; "
                 "load without this provider, or under the name that it was saved with"

@@ -94,7 +94,8 @@ def verify(
     Raises:
         DataStatesError: the manifest or the index cannot be used at all.
     """
-    options = dataclasses.replace(options or Options.from_environment(), checksums=True)
+    # What near tiers have of it would be read in place of the files that are to be checked.
+    options = dataclasses.replace(options or Options.from_environment(), checksums=True, near="")
     checkpoint = Checkpoint.open(directory, options, reuse=False)
     return verify_checkpoint(checkpoint, options, quick=quick, share=share, progress=progress)
 

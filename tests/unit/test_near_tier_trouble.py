@@ -29,7 +29,7 @@ from megatron_datastates.pipeline.branches import origin_in
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
-from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run, remove_save
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run, remove_saves
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
@@ -250,7 +250,7 @@ def test_of_a_failed_save_what_another_needs_in_its_folder_is_left(tmp_path: Pat
     others = [later.data_file_name(0)] if began else []
     for name in names + others:
         (folder / name).touch()
-    remove_save(folder, failed)
+    remove_saves(folder, {failed})
     assert folder.exists() == began
     assert not began or set(os.listdir(folder)) == {*names[2:], *others}
 

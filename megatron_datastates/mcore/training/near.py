@@ -36,6 +36,7 @@ _is_out_of_reach = False  # --save, as of the last save
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
+_before_restart: set[int] = set()  # runs that another has followed in this process
 
 
 @contextlib.contextmanager
@@ -159,8 +160,12 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
 
 def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | None) -> None:
     last = _tracked.get(run)
-    if last is not None and last.run_id == save_id.run_id and last.ordinal > save_id.ordinal:
+    if save_id.run_id in _before_restart or (
+        last is not None and last.run_id == save_id.run_id and last.ordinal > save_id.ordinal
+    ):
         return  # a save that was drained later than the one that followed it
+    if last is not None and last.run_id != save_id.run_id:
+        _before_restart.add(last.run_id)
     before = tracked_iteration(run / TRACKER_NAME)
     write_whole(run / TRACKER_NAME, str(iteration).encode(), Faults(""), save_id)
     _tracked[run] = save_id

@@ -45,13 +45,18 @@ class Limit:
         self._free_at = time.monotonic()
         self._lock = threading.Lock()
 
+    def lift(self) -> None:
+        """Ends the limit for what is taken from now on."""
+        self._rate = 0
+
     def take(self, count: int) -> None:
         """Waits until so many bytes may be moved."""
-        if not self._rate:
+        rate = self._rate
+        if not rate:
             return
         with self._lock:
             begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + count / self._rate
+            self._free_at = begin + count / rate
         time.sleep(max(begin - time.monotonic(), 0.0))
 
 

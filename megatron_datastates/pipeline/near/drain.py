@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
@@ -39,9 +39,8 @@ from megatron_datastates.pipeline.near.job_notes import JobNotes
 from megatron_datastates.pipeline.near.leftovers import Leftovers
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
-    manifest_in,
-    remove_folder,
-    remove_save,
+    published_in,
+    remove_saves,
 )
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
@@ -56,7 +55,7 @@ _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # the same while other nodes upload, which nobody sees
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class NearSave:
     """One save that was published near, as one rank's drain sees it."""
 
@@ -70,11 +69,12 @@ class NearSave:
     commit: Commit | None  # on rank 0
     publishing: threading.Lock  # held meanwhile, as by saves that publish in such a directory themselves
     is_drained: bool  # brought far now; else it stays near until the job ends
+    has_copies: bool = False  # on other nodes, all that were to be made
     published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
     near_since: float = dataclasses.field(default_factory=time.monotonic)
     attempts: int = 0  # to copy it, then to publish it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
-    found: set[str] = dataclasses.field(default_factory=set)  # objects that rank 0 has seen
+    found: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
     copied_bytes: int = 0
     copied_seconds: float = 0.0
 
@@ -100,13 +100,16 @@ class Drain:
         self._options = options
         self._faults = faults
         self._report = report
-        self._copier = Copier(options, faults, Limit(options.drain_limit))
+        self._limit = Limit(options.drain_limit)
+        self._copier = Copier(options, faults, self._limit)
         self._changed = threading.Condition()
         self._to_copy: deque[NearSave] = deque()
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
-        # All that are still near, oldest first. Replaced as a whole, and read without the lock.
+        # All that are still near, in the order in which they began. Save ids do not show it: after a restart
+        # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
         self._failed: deque[tuple[Path, SaveId]] = deque()  # where saves that have failed may have files
+        self._tracked: NearSave | None = None  # which the near tier's tracker names
         self._notes = JobNotes()
         self._leftovers = Leftovers()
         self._thread: BackgroundThread | None = None
@@ -121,8 +124,7 @@ class Drain:
         if save.near is not None:
             self._leftovers.begin(save.near.parent, save.save_id.run_id)
         with self._changed:
-            # A later one may have ended before it. A new list, as the thread may be looking at the old one.
-            self._kept = sorted([*self._kept, save], key=lambda one: one.save_id.ordinal)
+            self._kept = [*self._kept, save]  # saves end in the order in which they began
             if save.is_drained:
                 self._to_copy.append(save)
             self._changed.notify_all()
@@ -166,12 +168,6 @@ class Drain:
         """Takes note of a failed save: its files in this folder go once another was published near."""
         self._failed.append((near, save_id))
 
-    def is_pending(self, directory: Path) -> bool:
-        """Returns whether a checkpoint's directory is still to be filled."""
-        with self._changed:
-            pending = [*self._to_copy, *self._to_commit]
-        return any(save.far == directory for save in pending)
-
     def close(self, *, abandon: bool) -> None:
         """Waits until the newest save, and all that were to be drained, are far; or gives them up.
 
@@ -189,6 +185,7 @@ class Drain:
                 self._to_copy.append(newest)
             pending = [*self._to_copy, *self._to_commit]
             self._closing, self._abandoned = True, abandon
+            self._limit.lift()  # training is over, and the job waits for this
             self._changed.notify_all()
         if pending and not abandon:
             logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
@@ -234,6 +231,7 @@ class Drain:
                 if self._abandoned or (self._closing and self._is_done()):
                     return
             try:
+                self._track()
                 self._evict()  # before a copy, which may take long
                 if save is not None:
                     self._copy_or_pause(save)
@@ -351,9 +349,8 @@ class Drain:
                 return
             save.attempts, self._leftovers.is_far = 0, True
             with self._changed:
-                self._to_commit.remove(save)
-                older = [one for one in self._to_commit if one.save_id.ordinal < save.save_id.ordinal]
-                self._to_commit = [one for one in self._to_commit if one not in older]
+                at = self._to_commit.index(save)
+                older, self._to_commit = self._to_commit[:at], self._to_commit[at + 1 :]
             for one in older:
                 logger.warning(
                     "%s is not published in %s: files are missing there, and %s is complete",
@@ -388,6 +385,18 @@ class Drain:
         with save.publishing:
             save.commit.publish()
 
+    def _track(self) -> None:
+        """Writes the tracker of rank 0's near tier, which is for people: loads look at manifests."""
+        newest = self._kept[-1] if self._kept else None
+        if newest is self._tracked or newest is None or newest.near is None or newest.commit is None:
+            return
+        self._tracked = newest
+        iteration = iteration_in_name(newest.far.name)
+        if iteration is not None:
+            with contextlib.suppress(OSError):
+                tracker = newest.near.parent / TRACKER_NAME
+                write_whole(tracker, str(iteration).encode(), self._faults, newest.save_id)
+
     # -- room in the near tier --------------------------------------------------------------------------
 
     def _evict(self) -> None:
@@ -398,25 +407,29 @@ class Drain:
         newest = kept[-1]
         if newest.near is not None:
             count = len(kept) - keep
-            for folder in self._leftovers.removable(
+            for folder, save_ids in self._leftovers.removable(
                 newest.near.parent,
                 newest.far.parent,
                 newest.save_id,
                 lambda published: max(published + count, 0),
                 lambda: any(map(_is_in_place, kept)),
             ):
-                _remove(folder)
+                _remove(folder, save_ids)
         while self._failed:
-            _remove(*self._failed.pop())
+            folder, save_id = self._failed.pop()
+            _remove(folder, {save_id})
         with self._changed:
             busy = [*self._to_copy, *self._to_commit]
-        for save in kept[: max(len(kept) - keep, 0)]:
-            if save in busy or (save.is_drained and not self._is_far(save)):
+        for number, save in enumerate(kept[: max(len(kept) - keep, 0)]):
+            later = kept[number + 1 :]
+            if save in busy or (save.is_drained and not any(map(_is_in_place, [save, *later]))):
                 continue
+            if save.has_copies and not any(one.has_copies or _is_in_place(one) for one in later):
+                continue  # the next loss of a node would cost all of the later ones
             with self._changed:
                 self._kept = [one for one in self._kept if one is not save]
-            if save.near is not None and all(save.near != one.near for one in self._kept):
-                _remove(save.near)
+            if save.near is not None:
+                _remove(save.near, {save.save_id})
             if save.commit is not None and not save.is_drained:
                 _remove_unused(save.far)
 
@@ -424,15 +437,9 @@ class Drain:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
         return not (self._to_copy or self._to_commit) and len(self._kept) <= self._options.near_keep
 
-    def _is_far(self, save: NearSave) -> bool:
-        """Returns whether a save, or a later one, is published in its checkpoint's directory."""
-        later = [one for one in self._kept if one.save_id.ordinal >= save.save_id.ordinal]
-        return any(map(_is_in_place, later))
-
 
 def _is_in_place(save: NearSave) -> bool:
-    found = manifest_in(save.far)
-    return found is not None and found.save_id == save.save_id
+    return published_in(save.far) == save.save_id
 
 
 def _link(source: Path, target: Path) -> None:
@@ -442,10 +449,10 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
 
 
-def _remove(folder: Path, save_id: SaveId | None = None) -> None:
-    """Removes a folder or, of that save alone, its files there."""
+def _remove(folder: Path, save_ids: Collection[SaveId]) -> None:
+    """Removes saves' files from a folder, and the folder if no other save has any."""
     try:
-        remove_folder(folder) if save_id is None else remove_save(folder, save_id)
+        remove_saves(folder, save_ids)
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
 from pathlib import Path
 
-from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import is_object, names_in
+from megatron_datastates.engine.reader import read_small
+from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
+from megatron_datastates.files import INDEX_BYTES, OBJECT_BYTES, is_object, names_in
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
+from megatron_datastates.format.index import Index
+from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.branches import Point, point_in, point_of
 from megatron_datastates.pipeline.history import by_branch
@@ -149,18 +153,42 @@ def held_in(folder: Path) -> list[Held]:
         return []
 
 
+def small_files_of(folder: Path, manifest: Manifest) -> tuple[bytes, dict[str, bytes]]:
+    """Reads a checkpoint's index, and the other files that its manifest names; checks each.
+
+    Raises:
+        DataStatesError: one is missing or damaged.
+    """
+    index = read_small(folder / manifest.index.name, INDEX_BYTES)
+    others = {other.name: read_small(folder / other.name, OBJECT_BYTES) for other in manifest.others}
+    checked = [(entry.name, others[entry.name], entry.sha256) for entry in manifest.others]
+    directory = index[: manifest.index.directory_bytes]
+    for name, data, sha256 in [(manifest.index.name, directory, manifest.index.sha256), *checked]:
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise CorruptDataError(f"{folder / name} is not the file that was saved: its SHA-256 differs")
+    decoded = Index.decode(index, str(folder / manifest.index.name), len(manifest.files))
+    decoded.preload(decoded.tensors)  # which checks each part
+    return index, others
+
+
 def _found_in(folder: Path) -> list[Held]:
-    """Returns what a folder holds, by save: a save may have begun where another one was published."""
+    """Returns what a folder holds. Without a manifest, by save: there may be files of several."""
     iteration = iteration_in_name(folder.name)
     if iteration is None or not folder.is_dir():
         return []
     manifest = manifest_in(folder)
     if manifest is not None:
-        files = [file for file in manifest.files if is_whole(folder / file.name, manifest, file)]
+        try:
+            small_files_of(folder, manifest)
+            point = point_of(manifest, iteration)
+        except DataStatesError as error:
+            logger.warning("the index in the near tier, %s, is not used: %s", folder, error)
+            point = None
+        there = set(os.listdir(folder))
+        files = [f for f in manifest.files if f.name in there and is_whole(folder / f.name, manifest, f)]
         nodes = nodes_in(folder)
         own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
         names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
-        point = point_of(manifest, iteration)
         return [Held(folder.name, manifest.save_id, point, frozenset(names), frozenset(copies))]
     if is_published(folder):
         logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)

@@ -14,9 +14,10 @@ from pathlib import Path
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.history import by_branch
-from megatron_datastates.pipeline.near.places import folders_of_run, manifest_in, run_ids_in, save_ids_in
+from megatron_datastates.pipeline.near.places import folders_of_run, published_in, run_ids_in, save_ids_in
 from megatron_datastates.pipeline.runs import is_published
 
+_Folder = tuple[Path, set[SaveId]]  # and whose files are in it
 _SECONDS = 5.0  # between two looks, which read manifests, if there is no other save meanwhile
 
 
@@ -35,8 +36,8 @@ class Leftovers:
 
     def removable(
         self, near: Path, far: Path, newest: SaveId, spare: Callable[[int], int], look: Callable[[], bool]
-    ) -> list[Path]:
-        """Returns the folders that may go now.
+    ) -> list[_Folder]:
+        """Returns the folders in which everything may go now, with the saves whose files these are.
 
         Args:
             near, far: the run's folder in the near tier, and its directory.
@@ -60,31 +61,32 @@ class Leftovers:
             *(self._not_needed(published, near, far)[:count] if count else []),
         ]
 
-    def _found(self, run: Path) -> tuple[dict[int, Path], list[Path]]:
+    def _found(self, run: Path) -> tuple[dict[int, _Folder], list[_Folder]]:
         """Returns published folders by iteration, and others.
 
         Folders with a file of any other job are not among them: it may still be running.
         """
-        published: dict[int, Path] = {}
-        others: list[Path] = []
+        published: dict[int, _Folder] = {}
+        others: list[_Folder] = []
         with contextlib.suppress(OSError):
             for folder in folders_of_run(run):
                 iteration, ids = iteration_in_name(folder.name), save_ids_in(folder)
                 # One without files may belong to a save that has just begun.
                 if ids and all(save_id.run_id in (self._earlier or ()) for save_id in ids):
                     if iteration is not None and is_published(folder):
-                        published[iteration] = folder
+                        published[iteration] = folder, ids
                     else:
-                        others.append(folder)
+                        others.append((folder, ids))
         return published, others
 
-    def _not_needed(self, published: dict[int, Path], near: Path, far: Path) -> list[Path]:
+    def _not_needed(self, published: dict[int, _Folder], near: Path, far: Path) -> list[_Folder]:
         """Returns what no load needs any more: first what may go first."""
+        paths = {n: path for n, (path, _) in published.items()}
         if not self.is_far:
-            published = {n: path for n, path in published.items() if _are_same(path, far / path.name)}
-        return [published[n] for n in reversed(by_branch(near, published, len(published)))]
+            paths = {n: path for n, path in paths.items() if _are_same(path, far / path.name)}
+        return [published[n] for n in reversed(by_branch(near, paths, len(paths)))]
 
 
 def _are_same(near: Path, far: Path) -> bool:
-    one, other = manifest_in(near), manifest_in(far)
-    return one is not None and other is not None and one.save_id == other.save_id
+    own = published_in(near)
+    return own is not None and own == published_in(far)

@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -108,7 +108,10 @@ def free_bytes(root: Path) -> int:
 
 def occupied_bytes(folder: Path, save_id: SaveId) -> int:
     """Returns how many bytes the files of a save occupy in a folder, or have reserved. Raises OSError."""
-    return sum(file.st_blocks * _BLOCK_BYTES for file in _files_of(folder, save_id))
+    try:
+        return sum(file.st_blocks * _BLOCK_BYTES for file in _files_of(folder, save_id))
+    except FileNotFoundError:
+        return 0
 
 
 def arrived_bytes(folder: Path, save_id: SaveId) -> int:
@@ -130,6 +133,17 @@ def manifest_in(folder: Path) -> Manifest | None:
     """Returns the manifest in a folder; None if there is none that can be read."""
     try:
         return Manifest.decode(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
+    except (OSError, DataStatesError):  # also of a later release
+        return None
+
+
+def published_in(folder: Path) -> SaveId | None:
+    """Returns the save that is published in a folder; None if there is none, or its manifest cannot be read.
+
+    Looks at nothing else of the manifest, which takes long where a run has many ranks.
+    """
+    try:
+        return Manifest.decode_save_id(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
     except (OSError, DataStatesError):  # also of a later release
         return None
 
@@ -181,19 +195,21 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def remove_save(folder: Path, save_id: SaveId) -> None:
-    """Removes a save's files from a checkpoint's folder, with what no other save needs there. Raises OSError.
+def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
+    """Removes saves' files from a checkpoint's folder, with what no other save needs there. Raises OSError.
 
     Another save may be writing there: what comes while this looks is left.
     """
-    manifest = manifest_in(folder)
-    if manifest is not None and manifest.save_id == save_id:
-        (folder / MANIFEST_NAME).unlink()
+    manifest, linked = manifest_in(folder), set[str]()
+    if manifest is not None and manifest.save_id in save_ids:
+        linked = manifest.names  # files of earlier saves are among them
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
     names = {name: save_id_in_name(name) for name in os.listdir(folder)}
-    is_alone = MANIFEST_NAME not in names and set(names.values()) <= {None, save_id}
+    others = {name for name, own in names.items() if own is not None and own not in save_ids} - linked
+    is_alone = MANIFEST_NAME not in names and not others
     for name, own in names.items():
-        if own == save_id or is_alone:
-            (folder / name).unlink(missing_ok=True)  # the save itself removes some
+        if own in save_ids or is_alone:
+            (folder / name).unlink(missing_ok=True)  # the saves themselves remove some
     if is_alone:
         with contextlib.suppress(OSError):  # it is not empty any more
             folder.rmdir()
@@ -214,8 +230,7 @@ def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
             continue
         if ids:  # else a save of another rank may have just begun
             with contextlib.suppress(OSError):
-                (folder / MANIFEST_NAME).unlink()
-            shutil.rmtree(folder, ignore_errors=True)
+                remove_saves(folder, ids)
 
 
 def folders_of_run(run: Path) -> list[Path]:

@@ -7,7 +7,8 @@ ever, and reads what its own near tier has from there (pipeline/load.py).
 
 A file is known by its name, which has the save id, and by the checksum of its footer: files of other jobs
 never mix in. Only what follows the checkpoint that the tracker names is brought there (branches.py), or what
-a later job has saved that was rolled back (pipeline/jobs.py). Clocks are not compared.
+a later job has saved that was rolled back (pipeline/jobs.py). No clocks are compared, but for a tracker that
+was set back by hand (holdings.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import is_first_of_node
 from megatron_datastates.engine.reader import read_small
 from megatron_datastates.errors import DataStatesError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, OBJECT_BYTES
+from megatron_datastates.files import DOCUMENT_BYTES
 from megatron_datastates.format.directory import (
     FILES_OF_TORCH_DIST,
     METADATA_NAME,
@@ -37,7 +38,7 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.agreement import Collectives, gather_objects
+from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.jobs import Job
 from megatron_datastates.pipeline.near.choice import Choice
@@ -50,12 +51,14 @@ from megatron_datastates.pipeline.near.holdings import (
     held_in,
     named_jobs,
     require_readable_tracked,
+    small_files_of,
 )
-from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
+from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, published_in
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
 _COPIES = 4  # files at a time
+_LOOKS = 16  # at files, at a time
 _POLL_SECONDS = 0.05
 _NAMED = 3  # files in a message
 _Damaged = dict[tuple[int, str], str]  # by rank whose near tier has it, and data file: what is wrong with it
@@ -101,8 +104,7 @@ def bring_home(
         reason = choice.reason_to_leave(save_id)
         if reason is not None:
             if recovery.rank == 0 and reason:
-                there = manifest_in(run / name)
-                is_other = there is not None and there.save_id != save_id  # which --ckpt-step would load
+                is_other = published_in(run / name) not in (None, save_id)  # which --ckpt-step would load
                 advice = (
                     "" if is_other else f". --ckpt-step {iteration_in_name(name)} loads it, if it is whole"
                 )
@@ -142,13 +144,11 @@ class _Recovery:
         self._collectives = Collectives()
         self.rank = self._collectives.rank
 
-    def _share(self, value: Shared) -> list[Shared]:
-        return gather_objects(value) if self._collectives.distributed else [value]
-
     def look(self) -> list[Node]:
         """Returns what each rank's node has; of the ranks of a node only the first one says it."""
         own = self._node()
-        return self._share(self._look(own, is_first=self._share(own).index(own) == self.rank))
+        is_first = self._collectives.share(own).index(own) == self.rank
+        return self._collectives.share(self._while_polling(lambda: self._look(own, is_first)))
 
     def _node(self) -> int:
         if "$" in os.fspath(self._root):
@@ -216,8 +216,7 @@ class _Recovery:
         damaged: _Damaged = {}
         copied = from_copies = 0
         while True:
-            own = self._plan(name, holders, damaged) if self.rank == publisher else _Plan()
-            plan = self._share(own)[publisher]
+            plan = self._plan_of(publisher, name, holders, damaged)
             if plan.lost:
                 return plan, _Outcome(False, _why_left(plan.lost, damaged))
             found = self._together(functools.partial(self._copy, name, plan))
@@ -228,13 +227,33 @@ class _Recovery:
             damaged |= found
             if not found:
                 break
-        text = f"was brought there from {len(holders)} near tiers: {copied} files were missing"
+        tiers = f"{len(holders)} near tier{'s' * (len(holders) != 1)}"
+        text = f"was brought there from {tiers}: {copied} files were missing"
         return plan, _Outcome(
             True, text + (f", {from_copies} of them taken from copies on other nodes" if from_copies else "")
         )
 
+    def _plan_of(self, publisher: int, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:
+        def planned() -> _Plan | None:
+            if self.rank != publisher:
+                return None
+            try:
+                return self._plan(name, holders, damaged)
+            except Exception as error:  # which the other ranks have to know
+                return _Plan(error=f"rank {self.rank}: {error}")
+
+        return self._collectives.share(self._while_polling(planned))[publisher] or _Plan()
+
+    def _while_polling(self, work: Callable[[], Shared]) -> Shared:
+        """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
+        with ThreadPoolExecutor(1, "datastates-recovery") as thread:
+            share = thread.submit(work)
+            while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
+                time.sleep(_POLL_SECONDS)
+        return share.result()
+
     def _together(self, work: Callable[[], _Damaged]) -> _Damaged:
-        """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk.
+        """Does all ranks' work.
 
         Returns:
             What all ranks' work has returned.
@@ -250,11 +269,7 @@ class _Recovery:
             except Exception as error:  # which the other ranks have to know
                 return f"rank {self.rank}: {error}", isinstance(error, SourceError), {}
 
-        with ThreadPoolExecutor(1, "datastates-recovery") as thread:
-            share = thread.submit(outcome)
-            while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
-                time.sleep(_POLL_SECONDS)
-        outcomes = self._share(share.result())
+        outcomes = self._collectives.share(self._while_polling(outcome))
         failed = [one for one in outcomes if one[0]]
         lost = [text for text, is_lost, _ in failed if is_lost]
         if lost:
@@ -271,13 +286,22 @@ class _Recovery:
         if manifest is None:
             return _Plan(error=f"the manifest in {self._folder / name} cannot be read")
         plan = _Plan(manifest)
-        for file in manifest.files:
-            if is_whole(self._run / name / file.name, manifest, file):
-                continue
+        held_by: dict[str, list[int]] = {}
+        for rank, held in holders.items():
+            for file_name in held.files:
+                held_by.setdefault(file_name, []).append(rank)
+
+        def is_there(file: FileEntry) -> bool:
+            return is_whole(self._run / name / file.name, manifest, file)
+
+        with ThreadPoolExecutor(_LOOKS) as threads:  # slow storage and object stores answer late
+            there = list(threads.map(is_there, manifest.files))
+        missing = [file for file, found in zip(manifest.files, there, strict=True) if not found]
+        for file in missing:
             have = [
-                (file.name in held.copies, len(plan.copies.get(rank, [])), rank)
-                for rank, held in holders.items()
-                if file.name in held.files and (rank, file.name) not in damaged
+                (file.name in holders[rank].copies, len(plan.copies.get(rank, [])), rank)
+                for rank in held_by.get(file.name, [])
+                if (rank, file.name) not in damaged
             ]
             if not have:
                 plan.lost.append(file.name)
@@ -306,8 +330,7 @@ class _Recovery:
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
         assert manifest is not None
         try:
-            others = {other.name: read_small(near / other.name, OBJECT_BYTES) for other in manifest.others}
-            index = read_small(near / manifest.index.name, INDEX_BYTES)
+            index, others = small_files_of(near, manifest)
             path = near / METADATA_NAME
             metadata = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
         except (OSError, DataStatesError) as error:

@@ -27,7 +27,7 @@ from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
-from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
+from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files, sync_above
 from megatron_datastates.pipeline.records import Records
 
 
@@ -155,7 +155,7 @@ class NearShare:
         """
         assert self._asked is not None
         offer = _OFFER.decode(self._asked.result())
-        manifest = Manifest.decode(offer.manifest, MANIFEST_NAME)
+        manifest = Manifest.decode(offer.manifest, MANIFEST_NAME, is_own=True)
         if self.stores:
             self._store(offer, manifest)
         if self._replicas is not None and self._context.near is not None:
@@ -188,6 +188,7 @@ class NearShare:
             with contextlib.suppress(OSError, DataStatesError):  # the drain tries again, and warns
                 point = point_of(manifest, manifest.iteration)
                 note_job(folder.parent, save_id, point.origin, resumed=point.resumed)
+        sync_above(folder)
         path = folder / MANIFEST_NAME
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)

@@ -5,7 +5,6 @@ Used by the trainer's thread only.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import Any
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import is_first_of_node, local_ranks
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
@@ -27,8 +26,8 @@ from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.drain import Drain, NearSave
 from megatron_datastates.pipeline.near.places import (
     free_bytes,
-    near_folder,
     near_root,
+    near_run,
     node_of,
     occupied_bytes,
     remove_earlier,
@@ -55,11 +54,11 @@ class NearTier:
         self._report = report
         self._node = 0
         self._ranks = local_ranks()  # of the node, as far as known
-        self._has_failed = False  # the last save, in the near tier
+        self._folders: dict[Path, Path] = {}  # of runs in the near tier, by their directories
+        self._failure = ""  # of the last save, if it was in the near tier
         self._is_warned = False
         self._is_ahead = False  # of what the tracker in --save names, as every later save is then
         self._published = 0  # saves, in near tiers
-        self._tracked = 0  # ordinal of the save that the tracker names
         self._run_id = 0  # of the saves that this is said of: a restart within the process is another job
         self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
@@ -84,20 +83,20 @@ class NearTier:
             self.root.mkdir(parents=True, exist_ok=True)
             self._node = self._node or node_of(self.root)
             publication.node, publication.host = self._node, host_name()
-            folder = near_folder(self.root, publication.save.context.directory)
-            folder.mkdir(parents=True, exist_ok=True)
             if self._is_behind(directory):
                 return None
+            folder = self._run_folder(directory) / directory.name
             lack = self._lack_of_room(publication.save.context, folder, wanted_bytes)
+            if not lack and self._failure and not is_object(directory):
+                lack = f"a save there has failed ({self._failure})"
+                self._failure = ""  # the next one tries again
+            if not lack:
+                folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._fall_back(directory, f"it cannot be used: {error.strerror}")
             return None
         if lack:
             self._fall_back(directory, lack)
-            return None
-        if self._has_failed and not is_object(directory):
-            self._has_failed = False  # the next one tries again
-            self._fall_back(directory, "the last save failed there")
             return None
         self._is_warned = False
         if self.replicas is not None:
@@ -107,9 +106,19 @@ class NearTier:
 
     def _enter_run(self, context: SaveContext, origin: Origin | None) -> None:
         if context.save_id.run_id != self._run_id:
-            self._run_id, self._is_ahead, self._tracked = context.save_id.run_id, False, 0
+            self._run_id, self._is_ahead, self._published = context.save_id.run_id, False, 0
             # While the first save is written: a job that is killed in it came later than others, too.
             self._note_job(context, origin, context.rank == 0, is_first_of_node())
+
+    def _run_folder(self, checkpoint: Path) -> Path:
+        """Returns the folder of a checkpoint's run in the near tier.
+
+        Links in the path are followed once for all saves: while --save is away, they lead nowhere.
+        """
+        run = checkpoint.absolute().parent
+        if run not in self._folders:
+            self._folders[run] = near_run(self.root, run)
+        return self._folders[run]
 
     def _lack_of_room(self, context: SaveContext, folder: Path, wanted_bytes: int) -> str:
         """Returns why a save does not fit; empty if it does. Raises OSError.
@@ -176,7 +185,8 @@ class NearTier:
             self.replicas.withdraw(context.save_id)
         is_first = publication.collectives.rank == 0
         if publication.outcome is not Outcome.PUBLISHED:
-            self._has_failed = context.near is not None and publication.save.failure is not None
+            failure = publication.save.failure if context.near is not None else None
+            self._failure = "" if failure is None else printable(str(failure))
             if context.near is not None and near is not None and near.stores:
                 self.drain.note_failed(context.near, context.save_id)
             return
@@ -188,8 +198,6 @@ class NearTier:
         if is_first and (near.copied is not None or publication.ranks_without_copies):
             self._report(_report_of(publication, near.copied or Copied(time.time(), [])))
         self._published += 1
-        if is_first:
-            self._track(context)
         self._ranks = max(int((publication.records.columns["node"] == self._node).sum()), 1)
         if near.small_files is None or not (near.stores or is_first):
             return
@@ -206,6 +214,7 @@ class NearTier:
                 commit=publication.commit_of(near.small_files) if is_first else None,
                 publishing=publication.layouts.publishing,
                 is_drained=near.needs_drain or self._published % every == 0,
+                has_copies=self.replicas is not None and not publication.ranks_without_copies,
                 published=far_published,
             )
         )
@@ -219,27 +228,13 @@ class NearTier:
         iteration = iteration_in_name(context.directory.name)
         if iteration is None:
             return
-        run, near = context.directory.parent, near_folder(self.root, context.directory).parent
+        run, near = context.directory.parent, self._run_folder(context.directory)
         is_usable = "$" not in os.fspath(self.root)  # see `choose`
         folders = [*([run] if is_first else []), *([near] if stores and is_usable else [])]
         # Without an origin, all that is older may be what it went on from.
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)
         resumed = origin.resumed if origin is not None else None
         self.drain.note_job(run, folders, context.save_id, begun, resumed)
-
-    def _track(self, context: SaveContext) -> None:
-        """Writes the tracker of the near tier, which is for people: loads look at manifests."""
-        iteration = iteration_in_name(context.directory.name)
-        if context.near is None or iteration is None:
-            return
-        if context.save_id.ordinal < self._tracked:
-            return  # a later save was published before this one
-        self._tracked = context.save_id.ordinal
-        tracker = context.near.parent / TRACKER_NAME
-        with contextlib.suppress(OSError):
-            replacement = tracker.with_name(f".{TRACKER_NAME}-{context.save_id}")
-            replacement.write_text(str(iteration))
-            replacement.replace(tracker)
 
     def finish_objects(self) -> None:
         """Drains what is left to object stores, at the end of training."""

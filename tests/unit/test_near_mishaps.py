@@ -1,0 +1,256 @@
+"""Near tiers in mishaps: restarts within a process, damaged files, links that lead nowhere, left-overs."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.engine.atomic_files import temporary_beside
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.near import places, replicas, tier
+from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.repair import RepairRefusedError, repair
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.states import flip
+from tests.unit.test_near_replicas import Cluster
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+
+SECONDS = 30.0
+OTHER_RUN = 0xB
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def restart(nodes: Nodes, run_id: int = OTHER_RUN) -> None:
+    """Does what a session does when torch.distributed was initialized anew in the same process."""
+    for saver in nodes.ranks.savers:
+        saver.session._run_id, saver.session._ordinal = run_id, 0
+
+
+# -- restarts within the process ----------------------------------------------------------------------------
+
+
+def test_after_a_restart_within_the_process_later_saves_are_the_newer_ones(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, drain_every=10)
+    for iteration in (1, 2, 3):
+        nodes.save(iteration)
+    restart(nodes)
+    nodes.save(4)
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == ["iter_0000004"])
+    nodes.close()
+    nodes.check(4)
+
+
+def test_what_is_complete_first_of_two_worlds_does_not_replace_the_later_one(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "drain write:0:EIO"})
+    nodes.save(3)
+    restart(nodes)
+    nodes.save(4)
+    (file,) = nodes.near(1, 3).glob("data-00001-*")
+    shutil.copy(file, nodes.directory(3))
+    eventually(lambda: nodes.is_far(3))
+    drain = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
+    eventually(lambda: [save.far for save in drain._to_commit] == [nodes.directory(4)])
+    abandon(nodes)
+
+
+def test_nodes_agree_on_which_save_is_drained_after_one_has_joined_in_a_restart(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, drain_every=2)
+    nodes.ranks.savers[1].near._published = 1  # type: ignore[union-attr]
+    restart(nodes)
+    nodes.save(1)
+    nodes.save(2)
+    eventually(lambda: nodes.is_far(2))
+    nodes.close()
+    assert not nodes.is_far(1)
+
+
+# -- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_a_node_with_a_damaged_index_does_not_publish(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = killed(tmp_path)
+    (path,) = nodes.near(0, 3).glob("index-*")
+    data = path.read_bytes()
+    if how == "flipped":
+        flip(path, len(data) // 2)
+    elif how == "truncated":
+        path.write_bytes(data[:-10])
+    else:
+        path.unlink()
+    iteration, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert iteration == 3, said
+    nodes.check(3)
+    assert (nodes.run / TRACKER_NAME).read_text() == "3"
+
+
+def test_with_all_indexes_damaged_nothing_is_published(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    for node in (0, 1):
+        (path,) = nodes.near(node, 3).glob("index-*")
+        flip(path, 10)
+    assert recover(nodes)[0] is None
+    assert not nodes.is_far(3) and not (nodes.run / TRACKER_NAME).exists()
+
+
+def test_what_is_checked_is_not_what_a_near_tier_has_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = killed(tmp_path)
+    recover(nodes)
+    (path,) = nodes.directory(3).glob("data-00000-*")
+    flip(path, 100_000)
+    monkeypatch.setenv("MEGATRON_DATASTATES_NEAR", str(nodes.roots[0]))
+    assert any(path.name in fault for fault in verify(nodes.directory(3)).faults)
+    (nodes.directory(3) / MANIFEST_NAME).unlink()
+    with pytest.raises(RepairRefusedError, match="it is not whole"):
+        repair(nodes.directory(3))
+
+
+def test_a_copy_that_a_killed_drain_has_left_half_written_goes_with_publishing(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    save_id = published_in(nodes.near(0, 3))
+    assert save_id is not None
+    nodes.directory(3).mkdir(parents=True, exist_ok=True)
+    half = temporary_beside(nodes.directory(3) / save_id.data_file_name(0), save_id)
+    other = temporary_beside(nodes.directory(3) / "x", SaveId(77, 1))
+    for path in (half, other):
+        path.write_bytes(b"half")
+    recover(nodes)
+    nodes.check(3)
+    assert not half.exists() and other.exists(), "of another run, nothing is removed"
+
+
+# -- links --------------------------------------------------------------------------------------------------
+
+
+def test_a_link_inside_a_mount_that_is_away_leads_to_the_same_near_folder(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, faults="drain write:0:EIO")
+    mount, away = tmp_path / "mnt", tmp_path / "away"
+    (mount / "fs2" / "alice" / "run").mkdir(parents=True)
+    (mount / "home").mkdir()
+    (mount / "home" / "alice").symlink_to("../fs2/alice")
+    nodes.run = mount / "home" / "alice" / "run"
+    folder = near_run(nodes.roots[0], nodes.run)
+    nodes.save(1)
+    mount.rename(away)
+    mount.write_text("")  # nothing below can be looked at, as in a mount that is not connected
+    assert nodes.save(2).outcome is Outcome.PUBLISHED
+    abandon(nodes)
+    assert [path.name for path in nodes.roots[0].glob("*-*")] == [folder.name]
+    assert published_in(folder / "iter_0000002") is not None
+
+
+# -- what is removed ----------------------------------------------------------------------------------------
+
+
+def test_left_overs_are_removed_by_save_and_not_what_has_come_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier job has left 5 and 6; while 5 is removed, which takes long, this one saves 6 itself."""
+    earlier = Nodes(tmp_path, near_keep=2, faults="drain write:0:EIO")
+    earlier.save(5)
+    earlier.save(6)
+    abandon(earlier)
+    nodes = Nodes(tmp_path)
+    restart(nodes)
+    begun, may_go_on = threading.Event(), threading.Event()
+    listdir = places.os.listdir
+
+    def slow(path: Path) -> list[str]:
+        if Path(path) == nodes.near(0, 5):
+            begun.set()
+            assert may_go_on.wait(SECONDS)
+        return listdir(path)
+
+    nodes.save(4)
+    monkeypatch.setattr(places.os, "listdir", slow)
+    if not begun.wait(SECONDS):
+        pytest.fail("left-overs were not looked at")
+    saved = nodes.save(6)
+    may_go_on.set()
+    eventually(lambda: nodes.is_far(6))
+    nodes.close()
+    assert saved.outcome is Outcome.PUBLISHED
+    nodes.check(6)
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000006"]
+    assert published_in(nodes.near(0, 6)) == saved.save.context.save_id
+
+
+def test_a_save_goes_with_files_of_earlier_ones_that_it_has_linked(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, faults="drain write:0:EIO")
+    saved = nodes.save(3).save.context.save_id
+    abandon(nodes)
+    folder = nodes.near(0, 3)
+    manifest = manifest_in(folder)
+    assert manifest is not None
+    other = SaveId(saved.run_id, saved.ordinal + 1)
+    (folder / other.data_file_name(0)).write_bytes(b"of a save that has begun")
+    remove_saves(folder, {saved})
+    assert sorted(path.name for path in folder.glob("data-*")) == [other.data_file_name(0)]
+    remove_saves(folder, {other})
+    assert not folder.exists()
+
+
+def test_a_save_that_has_copies_stays_until_a_later_one_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, near_replicas=1, drain_every=10)
+    nodes.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas, "download", _unreachable)
+        assert nodes.save(2).ranks_without_copies == 2
+    time.sleep(0.5)
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000001", "iter_0000002"]
+    nodes.save(3)
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == ["iter_0000003"])
+    nodes.close()
+    nodes.check(3)
+
+
+def _unreachable(*arguments: object, **named: object) -> None:
+    raise OSError(113, "No route to host")
+
+
+def test_a_save_without_room_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "free_bytes", lambda root: 10)
+        assert nodes.save(1).outcome is Outcome.PUBLISHED
+    assert nodes.is_far(1) and nodes.kept(0) == nodes.kept(1) == []
+    nodes.close()
+
+
+def test_the_limit_of_the_drain_ends_with_training(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, drain_limit=1000)  # 2 MB a node would take half an hour
+    nodes.save(1)
+    nodes.close()
+    nodes.check(1)
+
+
+def test_an_own_manifest_is_not_looked_at_again_and_its_checksum_is(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    path = nodes.near(0, 3) / MANIFEST_NAME
+    manifest = manifest_in(nodes.near(0, 3))
+    assert manifest is not None and published_in(nodes.near(0, 3)) == manifest.save_id
+    assert type(manifest).decode(path.read_bytes(), "", is_own=True) == manifest
+    flip(path, len(path.read_bytes()) // 2)
+    assert published_in(nodes.near(0, 3)) is None
+    with pytest.raises(DataStatesError, match="damaged"):
+        type(manifest).decode(path.read_bytes(), "", is_own=True)
