@@ -16,6 +16,8 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, SaveFailedError
+from megatron_datastates.files import path_of
+from megatron_datastates.pipeline.filling import fill
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -127,7 +129,7 @@ def _start(
 ) -> SaveHandle:
     saver = saver_for(Options.from_environment(options))
     publication = saver.start(
-        Path(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
+        path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
     )
     return SaveHandle(publication, mode)
 
@@ -189,7 +191,7 @@ def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     wanted = named_values(into)
     shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(value)) is not None}
     providers = {name: value for name, value in wanted.items() if isinstance(value, StateProvider)}
-    checkpoint.read_into({name: (shard.place, shard.tensor) for name, shard in shards.items()})
+    fill(checkpoint, {name: (shard.place_of(name), shard.tensor) for name, shard in shards.items()})
     kept = shards.keys() | providers.keys()
     objects = checkpoint.read_objects(name for name in wanted if name not in kept)
     restore(checkpoint, providers)

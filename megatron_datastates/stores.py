@@ -133,8 +133,15 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     """Returns a Path of the right kind for what a user or another program has given.
 
     Raises:
-        OptionError: it names an object store, and no profile.
+        OptionError: it is empty, names an object store and no profile, or is a URL of another kind.
     """
+    if not os.fspath(path):
+        raise OptionError("expected a directory, found an empty path")
+    scheme, colon, _ = os.fspath(path).partition("://")
+    if colon and scheme != SCHEME.removesuffix("://"):
+        raise OptionError(
+            f"{os.fspath(path)}: expected a directory, or msc://PROFILE/PATH of an object store"
+        )
     if isinstance(path, ObjectPath) or not os.fspath(path).startswith(_PREFIX):
         return Path(path) if not isinstance(path, Path) else path
     if _URL.fullmatch(os.fspath(path)) is None:

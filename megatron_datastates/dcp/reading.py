@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from megatron_datastates.dcp.metadata import Boxes, Complete, StoredMetadata
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
+from megatron_datastates.pipeline.filling import copy_converted
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.optimizer_groups import beside_maps
@@ -36,6 +39,7 @@ from megatron_datastates.providers.objects import ObjectSource
 
 # Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
 _TEMPORARY_BYTES = 32 << 20
+_MANY = 64  # fragments of a tensor: from so many on, they are looked up in a dictionary
 
 
 class CheckpointReader(FileSystemReader):
@@ -82,9 +86,12 @@ class CheckpointReader(FileSystemReader):
 
         Raises what pipeline.load.Checkpoint.read raises; DCP wraps that in its own exception.
         """
+        FENCE.wait("a load")
         reader = self.checkpoint.new_reader()
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        boxes = [self._box(item) for item in plan.items if item.type is LoadItemType.TENSOR]
+        tensors_asked = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        find = FragmentFinder(Counter(item.storage_index.fqn for item in tensors_asked))
+        boxes = [self._box(item, find) for item in tensors_asked]
         self.checkpoint.require({file for box in boxes for file in box.files})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
         in_place, others = _resolve_in_place(boxes, planner, self.checkpoint)
@@ -104,11 +111,11 @@ class CheckpointReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _box(self, item: ReadItem) -> _Box:
+    def _box(self, item: ReadItem, find: FragmentFinder) -> _Box:
         key = item.storage_index.fqn
         if self._states is not None and key in self._states:
             return _BucketBox.of_state(item, self._states[key])
-        return _FragmentBox.of(item, self.checkpoint)
+        return _FragmentBox.of(item, self.checkpoint, find)
 
     def _read_group(self, group: Sequence[_Transfer], planner: LoadPlanner, reader: Reader) -> None:
         for transfer in group:
@@ -190,10 +197,10 @@ class _FragmentBox(_Box):
     fragment: int
 
     @classmethod
-    def of(cls, item: ReadItem, checkpoint: Checkpoint) -> _FragmentBox:
+    def of(cls, item: ReadItem, checkpoint: Checkpoint, find: FragmentFinder) -> _FragmentBox:
         """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
         entry = checkpoint.index.tensor(item.storage_index.fqn)
-        number = find_fragment(entry, item.storage_index)
+        number = find(entry, item.storage_index)
         file = int(entry.files[number])
         place = file, int(entry.file_offsets[number])
         return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, entry, number)
@@ -266,7 +273,7 @@ class _Transfer:
 
     def complete(self, planner: LoadPlanner) -> None:
         if self.memory is not None and self.memory is not self.target:
-            self.target.copy_(self.memory)
+            copy_converted(self.box.item.storage_index.fqn, self.memory, self.target)
         self.memory = None
         if self.whole is not None:
             planner.commit_tensor(self.box.item, self.whole)
@@ -318,6 +325,31 @@ def _fits_in_place(target: torch.Tensor, encoded: bool) -> bool:
         and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")
         and (target.is_contiguous() or not overlaps_itself(target.shape, target.stride()))
     )
+
+
+class FragmentFinder:
+    """Finds the stored fragment that an item of DCP's plan means.
+
+    Args:
+        asked: how many fragments of each tensor are going to be asked for.
+    """
+
+    def __init__(self, asked: Mapping[str, int]) -> None:
+        self._asked = asked
+        self._numbers: dict[str, dict[bytes, int]] = {}  # by key and offset, where many are asked for
+
+    def __call__(self, entry: TensorEntry, index: MetadataIndex) -> int:
+        """Returns the number of the fragment with elements at the offset of `index`. Raises FormatError."""
+        if self._asked.get(index.fqn, 0) < _MANY:
+            return find_fragment(entry, index)
+        if index.fqn not in self._numbers:
+            # Of several at one offset, the largest counts: the others have no elements.
+            order = np.argsort(entry.file_bytes, kind="stable").tolist()
+            rows = np.ascontiguousarray(entry.offsets)
+            self._numbers[index.fqn] = {rows[number].tobytes(): number for number in order}
+        offset = np.array(tuple(index.offset or ()), np.int64).tobytes()
+        found = self._numbers[index.fqn].get(offset)
+        return find_fragment(entry, index) if found is None else found
 
 
 def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:

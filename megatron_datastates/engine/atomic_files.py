@@ -29,7 +29,7 @@ from megatron_datastates import stores
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.files import OBJECT_BYTES, is_object, open_regular, read_regular, size_of
-from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_temporary_name, save_id_in_name
 
 
@@ -163,7 +163,8 @@ def remove_replaced(
         superseded: patterns of files of a checkpoint in another format.
     """
     removed = []
-    for name in replaced if is_object(directory) else os.listdir(directory):
+    names = replaced if is_object(directory) else os.listdir(directory)
+    for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
         # All files of the published save are whole: nobody needs what a killed process has written of one.
         is_left_over = is_temporary_name(name) and save_id_in_name(name) == published
         ours = name in replaced or is_left_over or published.follows(name)

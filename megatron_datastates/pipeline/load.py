@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import (
     Reader,
-    is_on_current_device,
     read_footer,
     read_small,
 )
@@ -40,17 +41,15 @@ from megatron_datastates.pipeline.entries import ObjectReads, plan_object, read_
 from megatron_datastates.pipeline.near.places import near_folder, near_root
 from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
 from megatron_datastates.pipeline.read_costs import ReadCosts
-from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
+from megatron_datastates.plan.boxes import checked_slice, first_overlap
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, gather_spans, plan_slice
-from megatron_datastates.providers.base import Place
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
-_TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
 
 
 class Checkpoint:
@@ -205,10 +204,6 @@ class Checkpoint:
         sources = [
             (self.file_path(file), footer) for file, footer in zip(files.tolist(), footers, strict=True)
         ]
-        beyond = spans.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
-        if beyond.any():
-            path = sources[places[beyond.argmax()]][0]
-            raise FormatError(f"{self.manifest.index.name} places data beyond the end of the data of {path}")
         spans = dataclasses.replace(spans, files=places.astype(np.uint64))
         try:
             with self.costs.timing("reading"):
@@ -261,56 +256,6 @@ class Checkpoint:
         self.read(scheduled, reader)
         return targets
 
-    def read_into(self, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
-        """Fills tensors with slices of global ones: in place where bytes and memory allow it.
-
-        The rest is converted as `torch.Tensor.copy_` does, through temporaries of 16 MiB.
-
-        Args:
-            targets: by key, the slice that is wanted and a tensor of its shape, of any device.
-
-        Raises:
-            MissingKeyError: no such tensor.
-            MismatchError: it has another shape, or a dtype that stored values cannot become.
-            FormatError: the checkpoint holds only a part of it.
-        """
-        scheduled, others = [], []
-        with self.costs.timing("planning"):
-            for key, (place, target) in targets.items():
-                target = target.detach()
-                if self._check_target(key, place, target):
-                    scheduled += self._plan_slice(key, place.offset, place.shape, target)
-                else:
-                    others.append((key, place, target))
-        reader = self.new_reader()
-        self.read(scheduled, reader)
-        for key, place, target in others:
-            for start, shape in cut_box((0,) * len(place.shape), place.shape, _TEMPORARY_ELEMENTS):
-                offset = [a + b for a, b in zip(place.offset, start, strict=True)]
-                part, reads = self._plan_tensor(key, offset, shape)
-                self.read(reads, reader)
-                target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].copy_(part)
-
-    def _check_target(self, key: str, place: Place, target: torch.Tensor) -> bool:
-        """Returns whether stored bytes go right to the target's memory. Raises as `read_into`."""
-        import torch  # here, so that commands that only look need none
-
-        entry = self.index.tensor(key)
-        stored = torch_dtype(entry.dtype, key)
-        if entry.global_shape != place.global_shape:
-            raise MismatchError(
-                f"tensor {key!r} was saved with the shape {entry.global_shape}, "
-                f"and is wanted with {place.global_shape}"
-            )
-        return (
-            self.is_same_dtype(key, stored, target.dtype)
-            and type(target) is torch.Tensor
-            and target.is_contiguous()
-            and not target.is_neg()
-            and not target.is_conj()
-            and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
-        )
-
     def is_same_dtype(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> bool:
         """Returns whether a tensor is loaded with its stored dtype; notes those that may lose digits.
 
@@ -323,7 +268,8 @@ class Checkpoint:
             return True
         if not torch.can_cast(stored, wanted):
             raise MismatchError(f"tensor {key!r} was saved as {stored} and cannot become {wanted}")
-        if wanted.itemsize <= stored.itemsize and stored is not torch.bool:
+        is_exact = stored is torch.bool or not (wanted.is_floating_point or wanted.is_complex)
+        if wanted.itemsize <= stored.itemsize and not is_exact:
             self.rounded[key] = f"{stored} as {wanted}".replace("torch.", "")
         return False
 
@@ -338,9 +284,10 @@ class Checkpoint:
         target = torch.empty(shape, dtype=torch_dtype(entry.dtype, key))
         return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
-    def _plan_slice(
+    def plan_into(
         self, key: str, offset: Sequence[int], shape: Sequence[int], target: torch.Tensor
     ) -> list[ScheduledRead]:
+        """Plans to read a slice into a contiguous target of its shape and of the stored dtype."""
         entry = self.index.tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         reads = self._whole_reads(key, entry, offset, shape)
@@ -349,30 +296,42 @@ class Checkpoint:
     def _whole_reads(
         self, key: str, entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
     ) -> list[BoxReads | FramedBox]:
-        reads, covered = plan_slice(entry, offset, shape)
+        reads, covered, touched = plan_slice(entry, offset, shape)
         wanted = math.prod(shape)  # looked at before memory is asked for: a hostile index has any shape
         if covered < wanted:
             raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
-        self._check_extents(key, entry, reads)
-        overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
+        self._check_extents(key, entry, reads, touched)
+        overlap = first_overlap(entry.offsets[touched], entry.shapes[touched])
         if overlap is not None:  # then the count above proves nothing
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
         return reads
 
-    def _check_extents(self, key: str, entry: TensorEntry, reads: Sequence[BoxReads | FramedBox]) -> None:
+    @functools.cached_property
+    def _data_ends(self) -> npt.NDArray[np.uint64]:
+        return np.array([file.footer_offset for file in self.manifest.files], np.uint64)
+
+    def _check_extents(
+        self,
+        key: str,
+        entry: TensorEntry,
+        reads: Sequence[BoxReads | FramedBox],
+        touched: npt.NDArray[np.intp],
+    ) -> None:
         """Raises FormatError for fragments outside the data, and for entries that are not theirs."""
         for part in reads:
             if isinstance(part, FramedBox):
                 resolve(self, part)
         if entry.encoded:
             return
-        ends = entry.file_offsets + entry.file_bytes
-        data_ends = np.array([file.footer_offset for file in self.manifest.files], np.uint64)
-        beyond = ends > data_ends[entry.files]
+        begins, files = entry.file_offsets[touched], entry.files[touched]
+        ends, data_ends = begins + entry.file_bytes[touched], self._data_ends[files]
+        beyond = (ends > data_ends) | (ends < begins)
         if beyond.any():
-            path = self.file_path(int(entry.files[beyond.argmax()]))
+            at = int(beyond.argmax())
+            place = f"bytes [{begins[at]}, {ends[at]}) of {self.file_path(int(files[at]))}"
             raise FormatError(
-                f"{self.manifest.index.name} places {key!r} beyond the end of the data of {path}"
+                f"{self.manifest.index.name} is damaged: it places {key!r} at {place}, which has "
+                f"{data_ends[at]} bytes of data: load an older checkpoint"
             )
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:

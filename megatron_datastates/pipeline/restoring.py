@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.pipeline.filling import fill
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.providers.base import Place, StateProvider, TensorSource
 from megatron_datastates.providers.collect import restore_failed
@@ -43,9 +44,10 @@ class PrefixReader:
         return not any(map(self._own, (index.tensors, index.objects, index.streams)))
 
     def read_into(self, targets: Mapping[str, torch.Tensor | TensorSource]) -> None:
-        """Fills tensors in place. Raises as Checkpoint.read_into."""
-        self._checkpoint.read_into(
-            {self._prefix + key: _place_and_tensor(target) for key, target in targets.items()}
+        """Fills tensors in place. Raises as `fill`."""
+        fill(
+            self._checkpoint,
+            {self._prefix + key: _place_and_tensor(target) for key, target in targets.items()},
         )
 
     def read_object(self, key: str) -> Any:

@@ -10,19 +10,20 @@ import atexit
 import dataclasses
 import importlib
 import logging
+import operator
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE, Fenced
 from megatron_datastates.engine.staging import StagingEngine
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
@@ -140,7 +141,7 @@ class Saver:
         self._abandon_old_world()
         ranks = session.collectives
         context = SaveContext(
-            session.next_id(), path_of(directory).absolute(), ranks.rank, ranks.size, iteration
+            session.next_id(), path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
         )
         save = RankSave(
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
@@ -154,6 +155,7 @@ class Saver:
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
             self._admit(publication)
+            _check_iteration(context.iteration)
             plan, memory, state = self._plan(providers)
             if far_published is not None:
                 self._choose_tier(publication, plan, origin)
@@ -406,6 +408,18 @@ _sessions: list[SaveSession] = []  # at most one
 
 
 _closes_early = False
+
+
+def _plain(iteration: Any) -> Any:
+    """Returns numpy's integers as Python's, which the manifest can have, and all else as it is."""
+    is_integer = hasattr(iteration, "__index__") and not isinstance(iteration, bool)
+    return operator.index(iteration) if is_integer else iteration
+
+
+def _check_iteration(iteration: Any) -> None:
+    is_number = isinstance(iteration, int) and not isinstance(iteration, bool)
+    if iteration is not None and not (is_number and 0 <= iteration < 1 << 63):
+        raise OptionError(f"iteration={iteration!r}: expected a whole number from 0 on, or None")
 
 
 def _refuse_without_near(context: SaveContext) -> None:

@@ -31,8 +31,8 @@ def coverage_faults(key: str, entry: StoredBoxes) -> list[str]:
     if tiles(entry.global_shape, entry.offsets, entry.shapes):
         return []
     faults = []
-    stored = int(np.prod(entry.shapes, axis=1).sum())
-    if stored < int(np.prod(entry.global_shape, dtype=np.int64)):
+    stored = sum(map(math.prod, entry.shapes.tolist()))  # Python's integers do not overflow
+    if stored < math.prod(entry.global_shape):
         faults.append(f"tensor {key!r} has holes: {stored} elements of shape {entry.global_shape} are stored")
     overlap = first_overlap(entry.offsets, entry.shapes)
     if overlap is not None:

@@ -151,19 +151,20 @@ def plan_box(
 
 def plan_slice(
     entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
-) -> tuple[list[BoxReads | FramedBox], int]:
+) -> tuple[list[BoxReads | FramedBox], int, npt.NDArray[np.intp]]:
     """Plans to read [offset, offset + shape) of the global tensor into a contiguous destination.
 
     Returns:
-        The reads, and the number of elements that they cover: fewer than the slice has if there are holes.
+        The reads; the number of elements that they cover: fewer than the slice has if there are holes; and
+        the numbers of the fragments that they are of.
     """
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(shape)
     reads: list[BoxReads | FramedBox] = []
     covered = 0
     begins, ends = np.array(offset, np.int64), np.array(offset, np.int64) + np.array(shape, np.int64)
-    touched = ((entry.offsets < ends) & (entry.offsets + entry.shapes > begins)).all(axis=1)
-    for i in np.flatnonzero(touched).tolist():
+    touched = np.flatnonzero(((entry.offsets < ends) & (entry.offsets + entry.shapes > begins)).all(axis=1))
+    for i in touched.tolist():
         stored = entry.offsets[i].tolist()
         common = intersect(stored, entry.shapes[i].tolist(), offset, shape)
         if common is None:
@@ -174,4 +175,4 @@ def plan_slice(
         shift = item * sum((b - o) * n for b, o, n in zip(begin, offset, strides, strict=True))
         reads.append(part.moved(shift))
         covered += int(np.prod(lengths, dtype=np.int64))
-    return reads, covered
+    return reads, covered, touched

@@ -10,6 +10,7 @@ import torch
 
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import is_optimizer_map
+from megatron_datastates.plan.boxes import checked_slice, integers
 from megatron_datastates.providers.base import (
     Entry,
     Mutability,
@@ -36,10 +37,11 @@ class Shard(NamedTuple):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
 
-    @property
-    def place(self) -> Place:
-        """Where the part lies in the global tensor."""
-        return Place(tuple(self.global_shape), tuple(self.offset), tuple(self.tensor.shape))
+    def place_of(self, key: str) -> Place:
+        """Returns where the part lies in the global tensor of this name. Raises MismatchError: outside it."""
+        whole = integers(key, "global shape", self.global_shape)
+        offset, shape = checked_slice(key, whole, self.offset, self.tensor.shape)
+        return Place(whole, offset, shape)
 
 
 def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -131,7 +133,7 @@ class NamedState:
         found = Tensors()
         for name, value in self._values.items():
             if isinstance(value, Shard):
-                found.add(name, value.tensor, self._mutability, value.place, is_frozen(value.tensor))
+                found.add(name, value.tensor, self._mutability, value.place_of(name), is_frozen(value.tensor))
             elif isinstance(value, torch.Tensor):
                 found.add(name, value, self._mutability, None, is_frozen(value))
         return found

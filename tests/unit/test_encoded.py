@@ -21,6 +21,7 @@ from megatron_datastates.format.codecs import PLANES
 from megatron_datastates.format.index import Index, merge_indexes
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline import decoding, entries
+from megatron_datastates.pipeline.filling import fill
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Place
@@ -100,15 +101,16 @@ def test_a_slice_reads_only_the_frames_that_it_needs(directory, monkeypatch):
 def test_targets_of_other_strides_and_dtypes_are_filled(directory):
     exact, wide = torch.zeros(ROWS, 7), torch.zeros(2**19 + 3, dtype=torch.float64)
     wide_columns = torch.zeros(2000, 20, dtype=torch.bfloat16)[:, 3]
-    opened(directory).read_into(
+    fill(
+        opened(directory),
         {
             "weight": (Place(tuple(WEIGHT.shape), (0, 10), (ROWS, 7)), exact),
             "moment": (Place(tuple(MOMENT.shape), (0,), tuple(MOMENT.shape)), wide),
-        }
+        },
     )
     assert bits(exact) == bits(WEIGHT[:, 10:17])
     assert torch.equal(wide, MOMENT.to(torch.float64))
-    opened(directory).read_into({"moment": (Place(tuple(MOMENT.shape), (5,), (2000,)), wide_columns)})
+    fill(opened(directory), {"moment": (Place(tuple(MOMENT.shape), (5,), (2000,)), wide_columns)})
     assert bits(wide_columns) == bits(MOMENT[5:2005])
 
 

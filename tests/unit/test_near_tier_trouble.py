@@ -362,8 +362,8 @@ def test_the_near_tier_has_a_tracker(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     nodes.save(1)
     nodes.save(2)
-    assert (near_run(nodes.roots[0], nodes.run) / TRACKER_NAME).read_text() == "2"
     nodes.close()
+    assert (near_run(nodes.roots[0], nodes.run) / TRACKER_NAME).read_text() == "2"
 
 
 def test_megatron_writes_no_tracker_where_it_could_fail(

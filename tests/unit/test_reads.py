@@ -56,7 +56,7 @@ def test_a_slice_is_numpys_slice(data):
     whole, places, files = data.draw(stored_tensors())
     offset, shape = data.draw(slices(whole.shape))
     entry = build_index(places, {}).tensor("w")
-    reads, covered = plan_slice(entry, offset, shape)
+    reads, covered, _ = plan_slice(entry, offset, shape)
     wanted = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
     assert covered == wanted.size
     assert (execute(reads, files, wanted.nbytes) == wanted.reshape(-1)).all()
@@ -71,7 +71,7 @@ def test_every_slice_of_an_irregular_tensor_is_numpys_slice():
     entry = build_index(places, {}).tensor("w")
     for a, b in itertools.combinations_with_replacement(range(5), 2):
         for c, d in itertools.combinations_with_replacement(range(6), 2):
-            reads, covered = plan_slice(entry, (a, c), (b - a, d - c))
+            reads, covered, _ = plan_slice(entry, (a, c), (b - a, d - c))
             wanted = whole[a:b, c:d]
             assert covered == wanted.size
             assert (execute(reads, files, wanted.nbytes) == wanted.reshape(-1)).all()
@@ -82,7 +82,7 @@ def test_what_is_not_stored_is_not_covered(data):
     whole, places, _ = data.draw(stored_tensors())
     assume(len(places) > 1)
     missing = places.pop(data.draw(st.integers(0, len(places) - 1)))[0]
-    _, covered = plan_slice(build_index(places, {}).tensor("w"), (0,) * whole.ndim, whole.shape)
+    _, covered, _ = plan_slice(build_index(places, {}).tensor("w"), (0,) * whole.ndim, whole.shape)
     assert covered == whole.size - math.prod(missing.shape)
 
 
@@ -106,13 +106,13 @@ def test_a_box_of_one_fragment_goes_into_a_strided_target(data):
 def test_offsets_near_the_limit_do_not_overflow():
     item = Fragment("w", "uint8", (2**40,), (2**39,), (2**39,))
     entry = build_index([(item, Extent(0, 2**61, 2**39))], {}).tensor("w")
-    reads, covered = plan_slice(entry, (2**40 - 4,), (4,))
+    reads, covered, _ = plan_slice(entry, (2**40 - 4,), (4,))
     assert (int(reads[0].offsets[0]), reads[0].row_bytes, covered) == (2**61 + 2**39 - 4, 4, 4)
 
 
 def test_fragments_outside_the_slice_are_not_read():
     places = [(Fragment("w", "uint8", (8,), (at,), (2,)), Extent(at // 2, 4096, 2)) for at in (0, 2, 4, 6)]
-    reads, _ = plan_slice(build_index(places, {}).tensor("w"), (3,), (3,))
+    reads, _, _ = plan_slice(build_index(places, {}).tensor("w"), (3,), (3,))
     assert [read.file for read in reads] == [1, 2]
 
 

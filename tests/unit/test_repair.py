@@ -94,7 +94,7 @@ def test_a_lost_manifest_is_made_anew_as_it_was(directory):
     reported = {"created": done.manifest.created, "writer": done.manifest.writer, "iteration": 42}
     assert done.manifest == msgspec.structs.replace(lost, **reported)
     assert any("time of the save" in note for note in done.notes)
-    assert any("parallel groups are left out" in note for note in done.notes)
+    assert any("parallel groups, the state providers" in note for note in done.notes)
     assert verify(directory, options=OPTIONS).good
     assert torch.equal(ds.open(directory, **SMALL).read_tensor("a"), torch.arange(600_000.0))
 

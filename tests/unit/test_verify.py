@@ -83,7 +83,8 @@ def test_data_past_the_end_is_found_and_not_read(tmp_path, offset):
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, offset)]))
     path = tmp_path / SAVE.data_file_name(1)
     assert faults(tmp_path) == [f"{path}: 'w' lies beyond the end of the data"]
-    with pytest.raises(FormatError, match=f"beyond the end of the data of {path}"):
+    place = rf"places 'w' at bytes \[{offset}, {offset + 8}\) of {path}, which has 8192 bytes of data"
+    with pytest.raises(FormatError, match=place):
         read(tmp_path)
 
 

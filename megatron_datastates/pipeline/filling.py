@@ -1,0 +1,156 @@
+"""Fills tensors with slices of stored ones: in place where bytes and memory allow it, else by conversion.
+
+Belongs here: which targets may be written to, and how values become another dtype. Does not: how bytes are
+read (load.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.reader import is_on_current_device
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
+from megatron_datastates.plan.boxes import cut_box, overlaps_itself
+from megatron_datastates.plan.reads import ScheduledRead
+from megatron_datastates.providers.base import Place
+
+_PIECE_BYTES = 16 << 20  # of a tensor that cannot be read in place, as stored
+_PIECES = 4  # at a time
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Piece(NamedTuple):
+    """A part of a target that is read into a temporary first."""
+
+    key: str
+    offset: tuple[int, ...]  # in the global tensor
+    target: torch.Tensor
+
+
+def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
+    """Fills tensors with slices of global ones. Lazy saves that still read the targets come first.
+
+    What cannot be read in place is converted through temporaries of at most 64 MiB.
+
+    Args:
+        targets: by key, the slice that is wanted and a tensor of its shape, of any device.
+
+    Raises:
+        MissingKeyError: no such tensor.
+        MismatchError: it has another shape, or values that the dtype of the target does not have; or the
+            target has no memory of its own to fill.
+        FormatError: the checkpoint holds only a part of it.
+    """
+    FENCE.wait("a load")
+    scheduled: list[ScheduledRead] = []
+    others: list[_Piece] = []
+    with checkpoint.costs.timing("planning"):
+        for key, (place, target) in targets.items():
+            target = target.detach()
+            if _fits_in_place(checkpoint, key, place, target):
+                scheduled += checkpoint.plan_into(key, place.offset, place.shape, target)
+            else:
+                others += _pieces(checkpoint, key, place, target)
+    reader = checkpoint.new_reader()
+    checkpoint.read(scheduled, reader)
+    for at in range(0, len(others), _PIECES):
+        group = others[at : at + _PIECES]
+        slices = [(piece.key, piece.offset, tuple(piece.target.shape)) for piece in group]
+        for piece, found in zip(group, checkpoint.read_tensors(slices, reader), strict=True):
+            copy_converted(piece.key, found, piece.target)
+
+
+def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> Iterator[_Piece]:
+    if type(target) not in _PLAIN:  # a part of a quantized tensor is a copy of it
+        yield _Piece(key, tuple(place.offset), target)
+        return
+    item = torch_dtype(checkpoint.index.tensor(key).dtype, key).itemsize
+    for start, shape in cut_box((0,) * len(place.shape), place.shape, _PIECE_BYTES // item):
+        offset = tuple(a + b for a, b in zip(place.offset, start, strict=True))
+        yield _Piece(key, offset, target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))])
+
+
+def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> bool:
+    """Returns whether stored bytes go right to the target's memory. Raises as `fill`."""
+    entry = checkpoint.index.tensor(key)
+    if entry.global_shape != place.global_shape:
+        raise MismatchError(
+            f"tensor {key!r} was saved with the shape {entry.global_shape}, "
+            f"and is wanted with {place.global_shape}"
+        )
+    if tuple(target.shape) != tuple(place.shape):
+        raise MismatchError(
+            f"tensor {key!r}: the target has the shape {tuple(target.shape)}, and its place the shape "
+            f"{tuple(place.shape)}: pass a target of that shape"
+        )
+    if target.is_meta or target.layout is not torch.strided:
+        kind = "on the meta device" if target.is_meta else f"of the layout {target.layout}"
+        raise MismatchError(
+            f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
+        )
+    is_plain = type(target) in _PLAIN
+    if is_plain and not target.is_contiguous() and overlaps_itself(target.shape, target.stride()):
+        raise MismatchError(
+            f"tensor {key!r}: elements of the target share memory: pass one that was not expanded"
+        )
+    return (
+        checkpoint.is_same_dtype(key, torch_dtype(entry.dtype, key), target.dtype)
+        and is_plain
+        and target.is_contiguous()
+        and not target.is_neg()
+        and not target.is_conj()
+        and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
+    )
+
+
+def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies stored values into a tensor of another dtype, device or kind.
+
+    Args:
+        stored: in host memory.
+
+    Raises:
+        MismatchError: the target's dtype does not have one of these values: an integer out of its range, or a
+            number that would become infinite or NaN. Digits may be lost.
+    """
+    if stored.dtype != target.dtype and type(target) in _PLAIN:
+        found = _converted(key, stored, target.dtype)
+        wrong = _is_another(stored, found)
+        if wrong.any():
+            value = stored[wrong].reshape(-1)[0].item()
+            raise MismatchError(
+                f"tensor {key!r} was saved as {stored.dtype}, and has values that {target.dtype} does not "
+                f"have, such as {value}: load it as it was saved"
+            )
+        stored = found
+    target.copy_(stored)
+
+
+def _converted(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return stored.to(dtype)
+    except NotImplementedError as error:  # torch's dtypes of less than a byte
+        raise MismatchError(
+            f"tensor {key!r} was saved as {stored.dtype}, which this torch cannot convert to {dtype}: load "
+            "it as it was saved"
+        ) from error
+
+
+def _is_another(stored: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Returns which values have become others; digits after the first few do not count."""
+    if found.is_floating_point() or found.is_complex():
+        return _is_finite(stored) & ~_is_finite(found)
+    return torch.from_numpy(np.asarray(stored.numpy() != found.numpy()))  # by value, of any two kinds
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.ones(tensor.shape, dtype=torch.bool)
+    narrow = {1: torch.float32, 4: torch.complex64 if tensor.is_complex() else tensor.dtype}
+    return torch.isfinite(tensor.to(narrow.get(tensor.dtype.itemsize, tensor.dtype)))

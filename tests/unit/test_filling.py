@@ -1,0 +1,247 @@
+"""Loads into tensors that cannot take the stored bytes as they are, or not at all."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesReader
+from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
+from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.pipeline import filling
+from megatron_datastates.pipeline.filling import fill
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.plan.boxes import hold_all
+from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.providers.base import Place
+from tests.unit.states import SMALL
+
+
+def saved(path: Path, tensor: torch.Tensor) -> Path:
+    ds.save({"w": tensor}, path, **SMALL)
+    return path
+
+
+def load(how: str, directory: Path, target: Any) -> None:
+    if how == "ours":
+        ds.load(directory, into={"w": target})
+    else:
+        dcp.load({"w": target}, storage_reader=DataStatesReader(directory), no_dist=True)
+
+
+# -- targets ----------------------------------------------------------------------------------------------
+
+
+def test_a_target_smaller_than_its_place_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(saved(tmp_path / "c", torch.arange(64.0)))
+    memory = torch.full((64,), -1.0)
+    for target in (memory[:4], torch.zeros(65), torch.zeros(8, 8)):
+        with pytest.raises(MismatchError, match=r"'w': the target has the shape .* and its place the shape"):
+            fill(checkpoint, {"w": (Place((64,), (0,), (64,)), target)})
+    assert torch.equal(memory, torch.full((64,), -1.0))
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        (torch.zeros(4, device="meta"), "on the meta device"),
+        (torch.zeros(4).to_sparse(), "of the layout torch.sparse_coo"),
+        (torch.zeros(1).expand(4), "elements of the target share memory"),
+    ],
+    ids=["meta", "sparse", "expanded"],
+)
+def test_a_target_without_memory_of_its_own_is_refused(
+    target: torch.Tensor, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MismatchError, match=f"'w': .*{why}"):
+        ds.load(saved(tmp_path / "c", torch.arange(4.0)), into={"w": target})
+
+
+class Scaled(torch.Tensor):
+    """A stand-in for quantized tensors: parts of it are copies, and only copies into all of it are kept."""
+
+    whole: torch.Tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            args[0].whole = args[1].clone()
+            return args[0]
+        if function is torch.Tensor.detach:
+            return args[0]
+        if function is torch.Tensor.__getitem__:
+            return torch.zeros(4)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_quantized_target_is_filled_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_PIECE_BYTES", 8)
+    target = torch.zeros(4).as_subclass(Scaled)
+    ds.load(saved(tmp_path / "c", torch.arange(4.0)), into={"w": target})
+    assert torch.equal(target.whole, torch.arange(4.0))
+
+
+# -- conversion -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.tensor([3, 300]), torch.int8),
+        (torch.tensor([-5]), torch.uint8),
+        (torch.tensor([-1], dtype=torch.int8), torch.uint16),
+        (torch.tensor([1e6]), torch.float16),
+        (torch.tensor([1e6]), torch.float8_e4m3fn),
+        (torch.tensor([100_000]), torch.float16),
+    ],
+    ids=str,
+)
+def test_values_that_a_dtype_does_not_have_are_refused(
+    how: str, stored: torch.Tensor, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    directory = saved(tmp_path / "c", stored)
+    with pytest.raises((MismatchError, CheckpointException), match=r"'w' was saved as .* has values that"):
+        load(how, directory, torch.zeros(stored.shape, dtype=wanted))
+
+
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.arange(1000), torch.int16),
+        (torch.tensor([1.5, float("inf"), float("nan")]), torch.bfloat16),
+        (torch.randn(1000, generator=torch.Generator().manual_seed(1)), torch.float8_e5m2),
+        (torch.tensor([True, False]), torch.float32),
+        (torch.arange(100).to(torch.uint16), torch.int64),
+        (torch.arange(6.0).reshape(2, 3), torch.complex64),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+def test_values_are_converted_in_pieces(
+    how: str, stored: torch.Tensor, wanted: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filling, "_PIECE_BYTES", 256)
+    target = torch.zeros(stored.shape, dtype=wanted)
+    load(how, saved(tmp_path / "c", stored), target)
+    assert target.view(torch.uint8).tolist() == stored.to(wanted).view(torch.uint8).tolist()
+
+
+def test_a_conversion_reads_each_block_about_once(tmp_path: Path) -> None:
+    whole = torch.arange(16 << 20, dtype=torch.float32).to(torch.bfloat16)
+    checkpoint = Checkpoint.open(saved(tmp_path / "c", whole))
+    target = torch.zeros(whole.shape)
+    fill(checkpoint, {"w": (Place(tuple(whole.shape), (0,), tuple(whole.shape)), target)})
+    assert torch.equal(target, whole.float())
+    assert checkpoint.costs.bytes_read < 1.15 * whole.nbytes
+
+
+# -- places -----------------------------------------------------------------------------------------------
+
+
+def test_places_are_in_whole_elements(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "c", torch.arange(8.0))
+    opened: Any = ds.open(directory)
+    with pytest.raises(MismatchError, match=r"'w': the offset is .*expected an integer for each dimension"):
+        opened.read_tensor("w", (2.5,), (3,))
+    assert opened.read_tensor("w", (np.int64(2),), (np.int32(3),)).tolist() == [2.0, 3.0, 4.0]
+    part: Any = torch.zeros(3)
+    wrong: list[tuple[Any, Any, str]] = [
+        ((8,), (2.5,), "the offset is"),
+        ((8.5,), (2,), "the global shape is"),
+        ((8,), (6,), r"has shape \(8,\): there is no slice of \(3,\) at \(6,\)"),
+        ((4, 2), (0, 0), "there is no slice"),
+        (8, 0, "the global shape is 8"),
+    ]
+    for whole, offset, why in wrong:
+        with pytest.raises(MismatchError, match=f"'w'.*{why}"):
+            ds.load(directory, into={"w": ds.Shard(part, whole, offset)})
+        with pytest.raises(SaveFailedError, match=f"'w'.*{why}"):
+            ds.save({"w": ds.Shard(part, whole, offset)}, tmp_path / "other", **SMALL)
+
+
+def test_holes_of_huge_tensors_are_found() -> None:
+    one = np.zeros((1, 2), np.int64)
+    none = np.zeros(1, np.uint64)
+    entry = TensorEntry("float32", (1 << 32, 1 << 32), one, one + 1, none.astype(np.uint32), none, none + 4)
+    assert coverage_faults("w", entry)[0].startswith("tensor 'w' has holes: 1 elements")
+
+
+@pytest.mark.parametrize("count", [1, 5000])
+def test_boxes_are_compared_in_pairs_only_where_none_is_equal(count: int) -> None:
+    offsets = np.stack([np.arange(count) * 2, np.zeros(count, np.int64)], axis=1)
+    shapes = np.broadcast_to(np.array([2, 4]), offsets.shape)
+    whole = (2 * count, 4)
+    assert hold_all(offsets, shapes, offsets, shapes, whole)
+    assert hold_all(offsets, shapes, offsets[-1:], shapes[-1:] + 5, whole), "beyond the tensor"
+    assert not hold_all(offsets[1:], shapes[1:], offsets, shapes, whole)
+    assert not hold_all(offsets, shapes - np.array([0, 1]), offsets, shapes, whole)
+    assert hold_all(*(np.zeros((1, 0), np.int64),) * 4, ())
+
+
+# -- saves ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [6.0, "5", True, -1, 1 << 63])
+def test_an_iteration_that_no_load_accepts_is_refused_and_nothing_replaced(
+    wrong: Any, tmp_path: Path
+) -> None:
+    directory = saved(tmp_path / "c", torch.arange(4.0))
+    with pytest.raises(SaveFailedError, match=r"iteration=.*expected a whole number from 0 on, or None"):
+        ds.save({"w": torch.zeros(4)}, directory, iteration=wrong, **SMALL)
+    assert ds.load(directory)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_an_iteration_may_be_of_numpy(tmp_path: Path) -> None:
+    number: Any = np.int64(7)
+    ds.save({"w": torch.zeros(4)}, tmp_path / "c", iteration=number, **SMALL)
+    assert ds.open(tmp_path / "c").manifest.iteration == 7
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "file:///tmp/x", ""])
+def test_what_is_no_directory_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: ds.save({"w": torch.zeros(4)}, path, **SMALL), lambda: ds.load(path)):
+        with pytest.raises(OptionError, match="expected a directory"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_load_waits_for_lazy_saves_of_the_memory_that_it_fills(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "c", torch.full((1 << 20,), 5.0))
+    state = torch.arange(float(1 << 20))
+    before = state.clone()
+    handle = ds.async_save({"w": state}, tmp_path / "lazy", lazy=True, lazy_delay=0.5, **SMALL)
+    ds.load(directory, into={"w": state})
+    handle.wait()
+    assert torch.equal(ds.load(tmp_path / "lazy")["w"], before)
+    assert torch.equal(state, torch.full((1 << 20,), 5.0))
+
+
+# -- two formats in one directory -------------------------------------------------------------------------
+
+
+def test_of_saves_in_two_formats_the_later_one_counts(tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=directory, no_dist=True)
+    index = (directory / ".metadata").read_bytes()
+    time.sleep(0.02)
+    saved(directory, torch.ones(4))
+    (directory / ".metadata").write_bytes(index)  # as after a kill before it was removed
+    ours, old = (directory / "datastates.manifest").stat(), (directory / ".metadata")
+    os.utime(old, ns=(ours.st_mtime_ns - 10**9, ours.st_mtime_ns - 10**9))
+    target = torch.zeros(4)
+    load("dcp", directory, target)
+    assert target.tolist() == [1.0] * 4 == ds.load(directory)["w"].tolist()
+    os.utime(old, ns=(ours.st_mtime_ns + 10**9, ours.st_mtime_ns + 10**9))
+    with pytest.raises(ds.errors.NotACheckpointError, match="was saved again in DCP's own format"):
+        ds.load(directory)
