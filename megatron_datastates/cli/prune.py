@@ -20,7 +20,7 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import DataStatesError, OptionError, StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
@@ -103,19 +103,23 @@ def prune(
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:
             _print_plan(plan, sizes, yes)
-        gone = _prune_with_progress(root, rules, sizes) if yes and plan.removed else []
+        failed: list[tuple[Iteration, StorageError]] = []
+        gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
         swept = remove_left_overs(plan.left_overs, rules.min_age_seconds) if yes else []
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
         print(json.dumps(_plain(plan, sizes) | {
             "done": [one.number for one in gone], "left_overs_done": [str(file.path) for file in swept],
+            "failed": [{"iteration": one.number, "why": str(why)} for one, why in failed],
         }))  # fmt: skip
     elif yes:
         planned = counted(len(plan.removed), "checkpoint")
         say(f"removed {len(gone)} of {planned}{_and_files(len(swept), len(plan.left_overs))}")
     elif plan.removed or plan.left_overs:
         say("Nothing was removed. Add --yes to remove.")
+    if failed:
+        raise click.exceptions.Exit(1)
 
 
 def other_formats(root: Path) -> OtherFormats:
@@ -128,8 +132,14 @@ def other_formats(root: Path) -> OtherFormats:
     return {TORCH_DIST: OtherFormat(TORCH_DIST_INDEX, ".distcp", fault_of_torch_dist)}
 
 
-def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, int]) -> list[Iteration]:
+def _prune_with_progress(
+    root: Path, rules: RetentionRules, sizes: dict[Path, int], failed: list[tuple[Iteration, StorageError]]
+) -> list[Iteration]:
     from megatron_datastates.pipeline.prune import prune as prune_run
+
+    def fail(one: Iteration, why: StorageError) -> None:
+        note(str(why))
+        failed.append((one, why))
 
     with progress_bar("removing") as progress:
         task = progress.add_task("", total=sum(sizes.values()))
@@ -139,6 +149,7 @@ def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, in
             other_formats(root),
             progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
             stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
+            fails=fail,
         )
 
 

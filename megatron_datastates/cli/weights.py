@@ -43,7 +43,7 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
     for one in plan.removed:
         if not one.complete:
             call.keep(one, "incomplete: without --drop-optimizer, prune removes it")
-        elif yes and one not in plan_prune(root, rules, others).removed:
+        elif yes and one not in plan_prune(root, rules, others, (one, plan)).removed:
             call.keep(one, "a save into it may be under way")
         else:
             call.drop(one)

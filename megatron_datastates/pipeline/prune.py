@@ -319,14 +319,16 @@ def prune(
     *,
     progress: Callable[[Iteration], None] = lambda removed: None,
     stays: Callable[[Iteration, str], None] = lambda one, why: None,
+    fails: Callable[[Iteration, StorageError], None] | None = None,
     faults: str = "",
 ) -> list[Iteration]:
     """Removes the checkpoints that `plan_prune` returns; reports each to `progress`; returns those gone.
 
-    What a save began to write to since the plan was made is reported to `stays`, with the reason.
+    What a save began to write to since the plan was made is reported to `stays`, with the reason; what cannot
+    be removed to `fails`, and the next one is tried.
 
     Raises:
-        StorageError: something cannot be removed. What was removed before stays so.
+        StorageError: something cannot be removed, and there is no `fails`. What was removed before stays so.
         DataStatesError: as `plan_prune`.
     """
     points, gone = Faults(faults), []
@@ -342,9 +344,11 @@ def prune(
                     continue
                 why = removal.run()
         except OSError as error:
-            raise StorageError(
-                f"{one.path} was not removed: {error}. {_state(one.path / index_name)}"
-            ) from error
+            failure = StorageError(f"{one.path} was not removed: {error}. {_state(one.path / index_name)}")
+            if fails is None:
+                raise failure from error
+            fails(one, failure)
+            continue
         if why is not None:
             stays(one, why)
             continue

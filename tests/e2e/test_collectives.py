@@ -69,5 +69,9 @@ def test_load_makes_two_sums_more_than_with_torch_dist(
     """One after reading arguments and common state, one after reading everything."""
     stock = counts_of_load(forge, tmp_path / "stock", "--ckpt-format", "torch_dist", *options)
     ours = counts_of_load(forge, tmp_path / "ours", "--ckpt-format", "datastates", *options)
-    sums = stock.get("all_reduce", 0) + 2
-    assert ours == stock | {"all_reduce": sums}
+    expected = stock | {"all_reduce": stock.get("all_reduce", 0) + 2}
+    if FILES_OF_MEGATRON:  # these releases gather more for torch_dist
+        assert ours.keys() <= expected.keys() and ours["all_reduce"] == expected["all_reduce"]
+        assert all(count <= expected[call] for call, count in ours.items())
+    else:
+        assert ours == expected

@@ -6,6 +6,7 @@ The truth is the same chain of runs that save fully reshardable state, bit for b
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,14 @@ from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
 
 OFFLOADED = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
 CHAIN = {2: "tp2", 4: "pp2", 6: "dp2"}
+loadable = pytest.mark.skipif(
+    metadata.version("megatron-core") < "0.19",
+    reason="torch_dist's own checkpoint of it is refused by torch.load",
+)
 HOW = {
     "swiglu": ["--swiglu"],
     "untied": ["--untie-embeddings-and-output-weights"],
-    "half offloaded": [*OFFLOADED, "--optimizer-offload-fraction", "0.5"],
+    "half offloaded": pytest.param([*OFFLOADED, "--optimizer-offload-fraction", "0.5"], marks=loadable),
     # The scale doubles every third step, so at each resume it has been good for some.
     "loss scaler": ["--fp16", "--initial-loss-scale", "4096", "--loss-scale-window", "3"],
 }

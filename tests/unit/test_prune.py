@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import math
 import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from megatron_datastates.errors import FormatError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline import prune as pruning
 from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
 from megatron_datastates.pipeline.repair import repair
 from megatron_datastates.pipeline.runs import find_iterations
+from tests.unit import command
 from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved
-from tests.unit.states import OPTIONS, data_files
+from tests.unit.states import OPTIONS, data_files, new_saver, save
 
 
 @pytest.mark.parametrize(
@@ -213,3 +220,43 @@ def test_an_error_says_what_is_left(root):
     with pytest.raises(StorageError, match=r"0000100 was not removed.*It is not a checkpoint any more"):
         prune(root, RetentionRules(keep_last=1), faults="remove file:1:EIO")
     assert complete(root) == NUMBERS[1:]
+
+
+def test_what_cannot_be_removed_does_not_keep_the_others(root, monkeypatch):
+    remove = pruning._Removal.run
+
+    def run(removal):
+        if removal._path == place(root, 200):
+            raise PermissionError(errno.EACCES, "Permission denied", str(removal._path))
+        return remove(removal)
+
+    monkeypatch.setattr(pruning._Removal, "run", run)
+    code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes", "--json")
+    assert code == 1
+    found = json.loads(printed)
+    assert found["done"] == [100, 300, 400] and complete(root) == [200, 500]
+    (failed,) = found["failed"]
+    assert failed["iteration"] == 200 and "It is still complete" in failed["why"] and failed["why"] in errors
+    code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes")
+    assert code == 1 and "removed 0 of 1 checkpoint" in printed and "Permission denied" in errors
+
+
+def test_after_a_rollback_the_present_branch_is_kept_first(tmp_path):
+    """100 to 200 were saved; then another job resumed from 100."""
+    first, origin = None, ()
+    for numbers in ((100, 160, 180, 200), (110, 120)):
+        saver = new_saver()
+        for number in numbers:
+            saved = save(saver, place(tmp_path, number), {"w": torch.ones(10)}).save.context.save_id
+            path = place(tmp_path, number) / MANIFEST_NAME
+            manifest = Manifest.decode(path.read_bytes(), "")
+            changed = msgspec.structs.replace(manifest, ancestors=origin, iteration=number)
+            path.write_bytes(changed.encode())
+            first = Ancestor(100, str(saved)) if number == 100 else first
+        origin = (first,)
+        saver.close()
+    (tmp_path / TRACKER_NAME).write_text("120")
+    for path in tmp_path.rglob("*"):
+        age(path, 7200)
+    assert removed(tmp_path, keep_last=2) == [100, 160, 180, 200]
+    assert removed(tmp_path, keep_last=4) == [160, 180]
