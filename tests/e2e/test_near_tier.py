@@ -150,7 +150,7 @@ def test_a_lost_node_costs_what_is_not_far(
 
     resumed = pretraining.run(*nodes.arguments("--exit-interval", "4", steps=12))
 
-    assert "is left: no near tier has data-00001-" in resumed.log
+    assert "is skipped: no near tier has data-00001-" in resumed.log
     assert resumed.resumed_from(reference("tp2", 12)) == 2
     assert resumed.differences(reference("tp2", 12)) == []
     assert nodes.far.published() == [2, 4] and nodes.far.tracked() == 4
@@ -215,7 +215,7 @@ def test_a_job_resumes_on_its_nodes_in_another_order_and_with_one_that_comes_bac
     away = tmp_path / "away"
     Path(f"{nodes.root}-1").rename(away)
     without = pretraining.start(*how, *NEVER, "--save-interval", "100")
-    without.job.wait_until(lambda: "is left: no near tier has data-00001-" in without.job.log(), 60)
+    without.job.wait_until(lambda: "is skipped: no near tier has data-00001-" in without.job.log(), 60)
     without.job.kill()  # before it has saved anything
     shutil.rmtree(f"{nodes.root}-1", ignore_errors=True)
     Path(f"{nodes.root}-0").rename(f"{nodes.root}-1")

@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.pipeline.near import drain, tier
+from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
@@ -124,7 +124,7 @@ def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
 
     def free_bytes(root: Path) -> int:
         used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-        return int(tier._SPARE_BYTES + (room if root == nodes.roots[1] else 1 << 40) - used)
+        return int(places.SPARE_BYTES + (room if root == nodes.roots[1] else 1 << 40) - used)
 
     monkeypatch.setattr(tier, "free_bytes", free_bytes)
     for iteration in (4, 5, 6):

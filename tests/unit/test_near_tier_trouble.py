@@ -191,7 +191,7 @@ def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_fr
     nodes = Nodes(tmp_path, {"near": str(near)}, {"near": str(near)})
     states, directory = states_of(1), nodes.directory(1)
     monkeypatch.setattr(tier, "local_ranks", lambda: 2)
-    monkeypatch.setattr(tier, "_SPARE_BYTES", 1 << 20)
+    monkeypatch.setattr(tier, "SPARE_BYTES", 1 << 20)
 
     def stored() -> int:
         return sum(path.stat().st_blocks * 512 for path in near.rglob("data-*"))
@@ -469,7 +469,7 @@ def test_rank_0_waits_at_the_end_while_a_large_file_of_another_node_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(drain, "_STALLED_SECONDS", 2.5)
-    monkeypatch.setattr(copying, "_PIECE_BYTES", MIB)
+    monkeypatch.setattr(copying, "PIECE_BYTES", MIB)
     nodes = Nodes(tmp_path, {}, {"drain_limit": MIB})  # a piece a second
     states = states_of(1)
     states[1] = State({"w1": torch.zeros(5 * MIB, dtype=torch.uint8)})

@@ -37,7 +37,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.near import drain, tier
+from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
@@ -238,13 +238,13 @@ def test_what_an_earlier_job_left_near_keeps_no_save_from_the_store(
     nodes = FarNodes(tmp_path)
     for saver in nodes.ranks.savers:
         saver.session._run_id = 5
-    room = tier._SPARE_BYTES + 10 * ELEMENTS  # two and a half saves of a rank
+    room = places.SPARE_BYTES + 10 * ELEMENTS  # two and a half saves of a rank
 
     def free_bytes(root: Path) -> int:
         return room - sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
     monkeypatch.setattr(tier, "free_bytes", free_bytes)
-    assert free_bytes(nodes.roots[0]) < 4 * ELEMENTS + tier._SPARE_BYTES
+    assert free_bytes(nodes.roots[0]) < 4 * ELEMENTS + places.SPARE_BYTES
     assert save(nodes, 3) is Outcome.PUBLISHED
     nodes.close()
     check(nodes, 3)

@@ -29,7 +29,7 @@ from megatron_datastates.pipeline.near.uploading import address_of, upload_check
 from megatron_datastates.pipeline.opening import check_identity
 from megatron_datastates.plan.reads import gather_spans, plan_extent
 
-_PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes
+PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -67,6 +67,13 @@ def is_whole(path: Path, manifest: Manifest, entry: FileEntry) -> bool:
     except DataStatesError:
         return False
     return True
+
+
+def read_extent(reader: Reader, path: Path, footer: Footer, extent: Extent, address: int) -> str:
+    """Reads bytes of a data file to an address. Returns which blocks are damaged; empty if none is."""
+    outcome = reader.read([(path, footer)], gather_spans([plan_extent(extent)], [address], [False]))
+    blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
+    return f"the checksum of block {blocks} (1 MiB) differs" if blocks else ""
 
 
 class Copier:
@@ -128,10 +135,9 @@ class Copier:
         self, reader: Reader, source: Path, footer: Footer, extent: Extent, address: int
     ) -> None:
         self._faults.point("drain read")
-        outcome = reader.read([(source, footer)], gather_spans([plan_extent(extent)], [address], [False]))
-        if outcome.bad_blocks:
-            blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
-            raise SourceError(f"{source} is corrupt: the checksum of block {blocks} (1 MiB) differs")
+        damage = read_extent(reader, source, footer, extent, address)
+        if damage:
+            raise SourceError(f"{source} is corrupt: {damage}")
 
     def _footer(self, source: Path, manifest: Manifest, entry: FileEntry) -> tuple[Footer, bytes]:
         """Returns the footer of a file, decoded and as it is stored."""
@@ -158,18 +164,18 @@ class Copier:
         moved: Callable[[int], None],
     ) -> None:
         reader = Reader(self._options)
-        buffer = np.frombuffer(mmap.mmap(-1, _PIECE_BYTES), np.uint8)  # begins at a page, for direct I/O
+        buffer = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)  # begins at a page, for direct I/O
         address = buffer.ctypes.data
         with new_file(temporary) as write:
-            for at in range(0, footer.data_bytes, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, footer.data_bytes - at)
+            for at in range(0, footer.data_bytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, footer.data_bytes - at)
                 self._limit.take(size)
                 self._read_checked(reader, source, footer, Extent(0, at, size), address)
                 self._faults.point("drain write")
                 write(memoryview(buffer[:size]), at)
                 moved(size)
-            for at in range(0, len(sealed), _PIECE_BYTES):
-                piece = sealed[at : at + _PIECE_BYTES]
+            for at in range(0, len(sealed), PIECE_BYTES):
+                piece = sealed[at : at + PIECE_BYTES]
                 buffer[: len(piece)] = np.frombuffer(piece, np.uint8)
                 write(memoryview(buffer[: len(piece)]), footer.data_bytes + at)
                 moved(len(piece))

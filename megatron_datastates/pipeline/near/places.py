@@ -33,6 +33,7 @@ from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.stores import remove_below
 
 _HASH_DIGITS = 16
+SPARE_BYTES = 64 << 20  # of a near tier that are left free
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
 NODES_NAME = "nodes.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

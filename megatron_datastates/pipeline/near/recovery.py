@@ -108,7 +108,7 @@ def bring_home(
                 advice = (
                     "" if is_other else f". --ckpt-step {iteration_in_name(name)} loads it, if it is whole"
                 )
-                notify(f"datastates: {name} in a near tier is left: {reason}{advice}")
+                notify(f"datastates: {name} in a near tier is skipped: {reason}{advice}")
             continue
         outcome = recovery.bring(name, save_id, nodes)
         if recovery.rank == 0:
@@ -351,4 +351,4 @@ def _why_left(lost: list[str], damaged: _Damaged) -> str:
     if texts:
         return f"could not be brought there from the near tiers: {texts[0]}"
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-    return f"is left: no near tier has {', '.join(lost[:_NAMED])}{more}, nor has its directory"
+    return f"is skipped: no near tier has {', '.join(lost[:_NAMED])}{more}, nor has its directory"

@@ -27,23 +27,20 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_datastates.config import MIB, Options
+from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import appearing
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
 from megatron_datastates.errors import CorruptDataError, DataStatesError
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import Extent, SaveId
-from megatron_datastates.pipeline.near.copying import is_whole, new_file
-from megatron_datastates.pipeline.near.places import free_bytes, occupied_bytes
+from megatron_datastates.pipeline.near.copying import PIECE_BYTES, is_whole, new_file, read_extent
+from megatron_datastates.pipeline.near.places import SPARE_BYTES, free_bytes, occupied_bytes
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.opening import check_identity
 from megatron_datastates.pipeline.records import HOST_BYTES, RankRecord, Records
-from megatron_datastates.plan.reads import gather_spans, plan_extent
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 16 * MIB
-_SPARE_BYTES = 64 * MIB  # of a near tier that are left free
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.5  # before the next one
 
@@ -224,9 +221,9 @@ class Replicas:
         """Raises _NoRoomError unless the node has room for all of its copies; those that are there count."""
         made = max(occupied_bytes(folder, save_id) - share.own_bytes, 0)
         free = free_bytes(folder) + made
-        if free < share.node_bytes + _SPARE_BYTES:
+        if free < share.node_bytes + SPARE_BYTES:
             raise _NoRoomError(
-                f"{free >> 20} MiB are free, {(share.node_bytes + _SPARE_BYTES) >> 20} MiB are needed"
+                f"{free >> 20} MiB are free, {(share.node_bytes + SPARE_BYTES) >> 20} MiB are needed"
             )
 
     def _copy(
@@ -243,7 +240,7 @@ class Replicas:
             return 0
         endpoint = Endpoint.decode(origin.endpoint)
         if endpoint is None:
-            raise DataStatesError("its rank serves nothing: see its log")
+            raise DataStatesError("this rank serves no files: see its log")
         for attempt in range(_ATTEMPTS):
             try:
                 self._fetch(endpoint, target, manifest, file, is_over)
@@ -262,7 +259,7 @@ class Replicas:
         file: FileEntry,
         is_over: Callable[[], bool],
     ) -> None:
-        memory = mmap.mmap(-1, _PIECE_BYTES)  # begins at a page, for direct I/O
+        memory = mmap.mmap(-1, PIECE_BYTES)  # begins at a page, for direct I/O
         with appearing(target, manifest.file_save_id(file)) as temporary:
             at = 0
             with new_file(temporary) as write:
@@ -283,14 +280,11 @@ class Replicas:
         check_identity(manifest, file, footer, path)
         reader = Reader(self._options)
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        for at in range(0, footer.data_bytes, _PIECE_BYTES):
-            box = plan_extent(Extent(0, at, min(_PIECE_BYTES, footer.data_bytes - at)))
-            outcome = reader.read([(path, footer)], gather_spans([box], [address], [False]))
-            if outcome.bad_blocks:
-                blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
-                raise CorruptDataError(
-                    f"what arrived is corrupt: the checksum of block {blocks} (1 MiB) differs"
-                )
+        for at in range(0, footer.data_bytes, PIECE_BYTES):
+            extent = Extent(0, at, min(PIECE_BYTES, footer.data_bytes - at))
+            damage = read_extent(reader, path, footer, extent, address)
+            if damage:
+                raise CorruptDataError(f"what arrived is corrupt: {damage}")
 
 
 def _link(target: Path, manifest: Manifest, file: FileEntry) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.config import MIB, Options
+from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import is_first_of_node, local_ranks
 from megatron_datastates.errors import DataStatesError, printable
@@ -25,6 +25,7 @@ from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.drain import Drain, NearSave
 from megatron_datastates.pipeline.near.places import (
+    SPARE_BYTES,
     free_bytes,
     near_root,
     near_run,
@@ -37,7 +38,6 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
-_SPARE_BYTES = 64 * MIB  # of a near tier that are left free
 
 
 class NearTier:
@@ -126,7 +126,7 @@ class NearTier:
         If need be, removes what earlier jobs have left, as far as loads have no use for it: --save has that
         iteration, or a later one.
         """
-        wanted = wanted_bytes * self._ranks + _SPARE_BYTES
+        wanted = wanted_bytes * self._ranks + SPARE_BYTES
 
         def free() -> int:
             # What other ranks of the node have taken for this save already is part of what is wanted.
