@@ -1,5 +1,7 @@
 #include "bindings/changes.h"
 
+#include <nanobind/eval.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -32,10 +34,47 @@ int OnAttributeChange(PyDict_WatchEvent, PyObject*, PyObject* key, PyObject*) {
   return 0;
 }
 
-void Watch(nanobind::handle dictionary, PyDict_WatchCallback callback, int* watcher) {
-  if (!can_watch) return;
+bool Add(PyDict_WatchCallback callback, int* watcher) {
   if (*watcher == kNone) *watcher = PyDict_AddWatcher(callback);
-  if (*watcher == kNone || PyDict_Watch(*watcher, dictionary.ptr()) != 0) {
+  return *watcher != kNone;
+}
+
+// Python 3.13.0 does not report what is assigned to an attribute whose value is within the object
+// (python/cpython#125608).
+bool ReportsAttributes() {
+  nanobind::dict globals;
+  nanobind::exec(
+      "class Probe:\n"
+      "    pass\n"
+      "probe = Probe()\n"
+      "probe.old = probe.new = 0\n"
+      "del probe.new\n"
+      "attributes = probe.__dict__\n"
+      "def assign(times):\n"
+      "    probe.new = 0\n"
+      "    for each in range(times):\n"
+      "        probe.old = each\n",
+      globals);
+  constexpr uint64_t kTimes = 1000;  // the interpreter specializes what runs often
+  if (PyDict_Watch(watcher_of_dictionaries, nanobind::object(globals["attributes"]).ptr()) != 0)
+    throw nanobind::python_error();
+  const uint64_t before = count;
+  globals["assign"](kTimes);
+  return count - before == kTimes + 1;
+}
+
+bool BeginWatching() {
+  try {
+    return Add(OnChange, &watcher_of_dictionaries) && Add(OnAttributeChange, &watcher_of_attributes) &&
+           ReportsAttributes();
+  } catch (nanobind::python_error&) {
+    return false;
+  }
+}
+
+void Watch(nanobind::handle dictionary, const int* watcher) {
+  if (*watcher == kNone) can_watch = can_watch && BeginWatching();
+  if (!can_watch || PyDict_Watch(*watcher, dictionary.ptr()) != 0) {
     PyErr_Clear();  // an interpreter has eight watchers: others have them all
     can_watch = false;
   }
@@ -45,11 +84,9 @@ void Watch(nanobind::handle dictionary, PyDict_WatchCallback callback, int* watc
 
 uint64_t ChangeCount() { return can_watch ? count : kUnknownChanges; }
 
-void WatchDictionary(nanobind::handle dictionary) { Watch(dictionary, OnChange, &watcher_of_dictionaries); }
+void WatchDictionary(nanobind::handle dictionary) { Watch(dictionary, &watcher_of_dictionaries); }
 
-void WatchAttributes(nanobind::handle dictionary) {
-  Watch(dictionary, OnAttributeChange, &watcher_of_attributes);
-}
+void WatchAttributes(nanobind::handle dictionary) { Watch(dictionary, &watcher_of_attributes); }
 
 void WatchName(nanobind::handle interned) {
   if (std::find(names.begin(), names.end(), interned.ptr()) == names.end())

@@ -1,4 +1,4 @@
-// Reports of changed dictionaries, which Python 3.12 and newer can be asked for.
+// Reports of changed dictionaries, which Python 3.12 and newer can be asked for (of 3.13, not all releases).
 //
 // One counter is for all that is watched. As long as it stays what it was, each watched dictionary holds what
 // it held: the same objects, in the same order; and it still exists, and so do they. The GIL must be held.

@@ -219,7 +219,10 @@ def test_an_interrupt_is_passed_on() -> None:
         structure.leaves([], [Interrupting()])
 
 
-needs_watches = pytest.mark.skipif(sys.version_info < (3, 12), reason="Python reports no changes")
+needs_watches = pytest.mark.skipif(
+    sys.version_info < (3, 12) or sys.version_info[:3] == (3, 13, 0),  # python/cpython#125608
+    reason="Python does not report all changes",
+)
 
 
 @needs_watches

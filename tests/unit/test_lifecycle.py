@@ -270,7 +270,7 @@ def test_the_interpreter_ends_in_any_state_of_a_save(tmp_path, way):
 
 
 def test_a_save_begun_while_the_interpreter_ends_fails_and_hangs_nothing(tmp_path):
-    """Python starts no threads any more."""
+    """Python starts no threads any more, but for some releases, where the save succeeds."""
     program = """
 def late():
     publication = start("c", Mutability.NOW)
@@ -281,7 +281,11 @@ atexit.unregister(savers.close_all)
 atexit.register(late)
 """
     ended = run(program, tmp_path)
-    assert ended.returncode == 0 and "FAILED" in ended.stdout, ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    if sys.version_info[:2] > (3, 12) and "PUBLISHED" in ended.stdout:
+        assert verify(tmp_path / "c", options=OPTIONS).good
+        return
+    assert "FAILED" in ended.stdout
     assert "can't create new thread at interpreter shutdown" in ended.stdout
     assert not is_published(tmp_path / "c") and data_files(tmp_path / "c") == []
 
