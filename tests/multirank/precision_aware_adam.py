@@ -72,11 +72,13 @@ def installed() -> dict[str, Any]:
     module = ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     for asking in (optimizer, optimizer_config, distrib_optimizer):
         if hasattr(asking, "is_te_min_version"):  # before 0.19 it fails without Transformer Engine
             asking.is_te_min_version = lambda *_: True
+        if hasattr(asking, "Adam"):
+            asking.Adam = FusedAdam
     return {
         "use_precision_aware_optimizer": True,
         "main_params_dtype": torch.float16,
