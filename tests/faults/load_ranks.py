@@ -64,12 +64,18 @@ def strategy(how: str) -> Any:
 
 
 def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
-    """Returns how a load of the state fails on this rank; the odd one also asks for a missing tensor."""
+    """Returns how a load of the state fails on this rank; the odd one also asks for a missing tensor.
+
+    `how`: what is checked, if anything, a value of `strict`, if other than the default, and the strategy.
+    """
     wanted = state(-1)
     if odd_one:
         wanted["more"] = plain("other.weight", torch.zeros(3))
     kind, _, name = how.rpartition(" ")
+    kind, _, strictness = kind.partition(" ")
     options: dict[str, Any] = {"": {}, "strict": STRICT, "verified": VERIFIED}[kind]
+    if strictness:
+        options = {**options, "strict": strictness}
     try:
         dist_checkpointing.load(wanted, directory, strategy(name), **options)
     except CheckpointingException as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_datastates.mcore.hooks import versions
 from tests.faults.test_damaged import (
@@ -70,6 +71,11 @@ def failures(
         assert reports[0]["failures"][how]["error"] is not None, how
     found: dict[str, dict] = reports[0]["failures"]
     return found
+
+
+def require_verify_integrity() -> None:
+    if not versions.installed_version().startswith("0.19"):
+        pytest.skip("load(verify_integrity=...) is new in 0.19")
 
 
 @BOTH
@@ -154,8 +160,7 @@ def test_wrong_checksums_of_megatron_fail_all(
     world: World, saved: Callable[[int], Path], tmp_path: Path, sums: str
 ) -> None:
     """Only the first rank checks them."""
-    if not versions.installed_version().startswith("0.19"):
-        pytest.skip("load(verify_integrity=...) is new in 0.19")
+    require_verify_integrity()
     directory = Path(shutil.copytree(saved(2), tmp_path / "ck"))
     (directory / "integrity.json").write_text(sums)
     for failure in failures(
@@ -163,6 +168,16 @@ def test_wrong_checksums_of_megatron_fail_all(
     ).values():
         assert "failed on 1 of 2 ranks: rank 0: " in failure["error"]
         assert ("JSONDecodeError" in failure["error"]) == (sums == '{"files"')
+
+
+def test_missing_checksums_of_megatron_fail_all_whatever_the_strictness(
+    world: World, saved: Callable[[int], Path]
+) -> None:
+    """Only the first rank looks for them; with most values the ranks agree next on what they request."""
+    require_verify_integrity()
+    hows = [f"verified {value.value} {how}" for value in StrictHandling for how in HOWS]
+    for failure in failures(world, saved(2), saved(2), 2, hows=hows).values():
+        assert "failed on 1 of 2 ranks: rank 0: Integrity manifest not found" in failure["error"]
 
 
 @pytest.mark.parametrize("unseen", ["datastates.manifest", "index-*", "data-00001-*", "both"])

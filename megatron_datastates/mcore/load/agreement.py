@@ -7,7 +7,7 @@ load_checkpoint. All other loads communicate with no other rank: one rank may re
 Collective calls, which every rank makes equally often even if it fails:
   1. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
   2. load that compares keys with the checkpoint's (`strict`): one sum, of whether a rank restates what it
-     requests (optimizer_layout.py), so that all do.
+     requests (optimizer_layout.py), so that all do. The first rank has verified files before, if asked to.
   3. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
      Megatron gathers nothing.
   4. load: one sum, after each rank has read its part; in a fully parallel load before parts are exchanged.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import os
@@ -152,19 +153,23 @@ class Agreement:
         if dist.get_rank() == ranks_of(self._group)[0]:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
 
-    def any(self, here: Callable[[], bool]) -> bool:
+    def any(self, here: Callable[[], bool], problem: Exception | None = None) -> bool:
         """Returns whether `here` returns true on any rank; a failure of it counts as no. Collective.
 
+        Args:
+            here: not called on a rank with a problem.
+            problem: what has failed on this rank before.
+
         Raises:
-            Exception: what `here` raised on this rank, after the collective call.
+            Exception: `problem`, or what `here` raised on this rank, after the collective call.
         """
         from megatron_datastates.pipeline.agreement import sum_now
 
-        error: Exception | None = None
+        found, error = False, problem
         try:
-            found = here()
+            found = problem is None and here()
         except Exception as raised:
-            found, error = False, raised
+            error = raised
         (count,) = sum_now([int(found)], self._group)
         if error is not None:
             raise error
@@ -281,15 +286,26 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if agreement is None:
             return load_restated(call, None)
         with agreement.sharing_failures():
+            problem: Exception | None = None
             if call.arguments.get("verify_integrity"):  # since 0.19
                 call.arguments["verify_integrity"] = False
-                agreement.verify_files()
-            return load_restated(call, agreement)
+                try:
+                    agreement.verify_files()
+                except Exception as error:
+                    problem = error
+            return load_restated(call, agreement, problem)
 
-    def load_restated(call: inspect.BoundArguments, agreement: Agreement | None) -> Any:
+    def load_restated(
+        call: inspect.BoundArguments, agreement: Agreement | None, problem: Exception | None = None
+    ) -> Any:
+        """Loads what is asked for, or restated; raises `problem`, of this rank, where all ranks expect it."""
         from megatron_datastates.mcore.load import optimizer_layout
 
-        together = agreement.any if agreement and _compares_keys(call.arguments) else None
+        together = None
+        if agreement is not None and _compares_keys(call.arguments):
+            together = functools.partial(agreement.any, problem=problem)
+        elif problem is not None:
+            raise problem
         return started(call, optimizer_layout.restated_where_needed(call.arguments, together))
 
     return load
