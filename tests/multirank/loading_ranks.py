@@ -5,11 +5,13 @@ Everything is saved in both formats and requested from both: torch_dist's answer
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from model_ranks import FORMATS, leaves, strategies
 from saving_rank import failure_of, join, make_directory, report, set_faults
+
+from megatron_datastates.errors import DataStatesError
 
 ROWS, COLUMNS = 12, 36  # of every global tensor: 1, 2 and 3 ranks can cut them along either axis
 DTYPES = (
@@ -160,3 +164,34 @@ def load_with_reports(root: str, reports: str, folder: str) -> None:
     error = failure_of(lambda: dist_checkpointing.load({"w": blank(torch.float32)}, directory))
     assert error is not None
     report(folder, tensor_bytes=shown.data.nbytes)
+
+
+def load_chosen(runs: list[str], forbidden_rank: int, folder: str) -> None:
+    """Calls our `load_checkpoint` with --ckpt-step 5 where each rank sees a run of its own.
+
+    `forbidden_rank`: may not look there; -1 for none.
+    """
+    from megatron.training import global_vars
+
+    from megatron_datastates.mcore.training.load import wrap_load_checkpoint
+
+    rank, _ = join()
+    global_vars._GLOBAL_ARGS = SimpleNamespace(
+        load=runs[rank], ckpt_step=5, ckpt_backend="datastates", finetune=False
+    )
+    if rank == forbidden_rank:
+        Path.exists = forbidden  # type: ignore[method-assign, assignment]
+
+    def original() -> tuple[int, int]:
+        dist.barrier()  # stands for Megatron's first collective call
+        return 5, 0
+
+    try:
+        found: Any = wrap_load_checkpoint(original)()
+    except DataStatesError as error:
+        found = f"{type(error).__name__}: {error}"
+    report(folder, found=found)
+
+
+def forbidden(path: Path) -> bool:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +52,39 @@ def test_a_load_through_megatron_is_reported_once_and_as_failed_if_any_rank_fail
     assert failed["state"] == "failed"
     assert "failed on 1 of 2 ranks: rank 1: " in failed["error"]
     assert failed["save_id"] == loaded["save_id"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """A run that has iteration 5, and one that does not."""
+    found = [tmp_path / "with", tmp_path / "without"]
+    for run, iterations in zip(found, (["iter_0000005"], []), strict=True):
+        for name in iterations:
+            (run / name).mkdir(parents=True)
+        run.mkdir(exist_ok=True)
+        (run / "latest_checkpointed_iteration.txt").write_text("5")
+    return found
+
+
+def found_by_all(world: World, runs: list[Path], forbidden_rank: int = -1) -> Any:
+    """Returns what `load_checkpoint` returns or raises on all ranks."""
+    first, second = world.run("loading_ranks:load_chosen", [str(run) for run in runs], forbidden_rank)
+    assert first == second
+    return first["found"]
+
+
+def test_a_chosen_iteration_that_only_rank_0_sees_is_loaded(world: World, runs: list[Path]) -> None:
+    assert found_by_all(world, runs) == [5, 0]
+
+
+def test_a_chosen_iteration_that_rank_0_does_not_see_fails_on_all_ranks(
+    world: World, runs: list[Path]
+) -> None:
+    text = found_by_all(world, runs[::-1])
+    assert text.startswith(f"NotACheckpointError: --ckpt-step 5: expected iter_0000005 in {runs[1]}, found")
+
+
+def test_a_run_that_rank_0_may_not_read_fails_on_all_ranks(world: World, runs: list[Path]) -> None:
+    text = found_by_all(world, runs, forbidden_rank=0)
+    assert text.startswith("StorageError: --ckpt-step 5: ") and "rank 0 cannot read: " in text
+    assert "Permission denied" in text

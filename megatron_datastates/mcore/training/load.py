@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
@@ -113,25 +113,47 @@ def _wanted(args: Any) -> int | None:
 
 
 def _require_chosen(purpose: str) -> None:
-    """Checks that the iteration of --ckpt-step is there, in any format.
+    """Checks that the iteration of --ckpt-step is there, in any format. Collective if one is chosen.
+
+    Only rank 0 looks: ranks may see different files, as where a file system caches that a name is absent.
 
     Raises:
         NotACheckpointError: it is not; Megatron would name a file of it.
+        StorageError: rank 0 cannot look.
     """
     from megatron.training.global_vars import get_args
+
+    from megatron_datastates.pipeline.agreement import Collectives
 
     args = get_args()
     wanted = _wanted(args)
     if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
         return
     run = path_of(args.load)
-    if _non_persistent(args) is not None or is_object(run) or not (run / TRACKER_NAME).exists():
+    if _non_persistent(args) is not None or is_object(run):
         return
-    if (run / iteration_name(wanted)).exists():
-        return
-    there = ", ".join(str(one.number) for one in find_iterations(run) if one.complete)
-    raise NotACheckpointError(
-        f"--ckpt-step {wanted}: expected {iteration_name(wanted)} in {run}, found the iterations "
+    collectives = Collectives()
+    problem = _problem_of_chosen(run, wanted) if collectives.rank == 0 else None
+    if collectives.share_from_first(int(problem is not None)):
+        shared = collectives.share(problem)[0]
+        assert shared is not None
+        raise shared
+
+
+def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
+    """Returns the error if a run has no such iteration; None if it has, or has no tracker."""
+    name = iteration_name(wanted)
+    try:
+        if not (run / TRACKER_NAME).exists() or (run / name).exists():
+            return None
+        there = ", ".join(str(one.number) for one in find_iterations(run) if one.complete)
+    except OSError as error:
+        return StorageError(
+            f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
+            "the file system is mounted and that its permissions allow it"
+        )
+    return NotACheckpointError(
+        f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
         f"{there or '(none)'}. Choose one of them, or leave --ckpt-step out to load the newest one"
     )
 
