@@ -44,7 +44,7 @@ def attach_dataloader(loader: Any, *, strict: bool = True, restore: bool = True)
     Raises:
         TypeError: the loader has no such methods.
         MismatchError: the checkpoint was saved with another number of data-parallel ranks.
-        ProviderError: a loader is attached already.
+        ProviderError: a loader is attached already, and Megatron has not called `load_checkpoint` since.
     """
     return LOOP.attach(loader, strict, restore)
 
@@ -56,10 +56,11 @@ class LoopDataLoader:
         self._attached: DataLoaderState | None = None
         self._iterator: Any = None  # of a loop with --dataloader-save and no attached loader
         self._loaded: _Loaded | None = None  # from the last load, until it is passed to a loader
+        self._expects_another = False  # loader than the attached one
 
     def attach(self, loader: Any, strict: bool, restore: bool) -> bool:
         """Implements attach_dataloader."""
-        if self._attached is not None:
+        if self._attached is not None and not self._expects_another:
             raise ProviderError(
                 "a data loader is attached already: expected one per process. Add others with "
                 "enable(providers={name: megatron_datastates.providers.DataLoaderState(loader)})"
@@ -71,7 +72,7 @@ class LoopDataLoader:
             found = read_position(loaded, rank, ranks, strict=strict)
             if found is not None:
                 attached.set(found)
-        self._attached, self._loaded = attached, None
+        self._attached, self._loaded, self._expects_another = attached, None, False
         register({DATA_LOADER: self})
         return found is not None
 
@@ -91,16 +92,23 @@ class LoopDataLoader:
         return DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores).entries()
 
     def restore(self, reader: StateReader) -> None:
-        """Restores the position of the attached loader; if there is none, keeps it for the one to come."""
-        if self._attached is not None:
+        """Restores the position of the attached loader; if another is to come, keeps it for that one."""
+        if self._attached is not None and not self._expects_another:
             self._attached.restore(reader)
         else:
             rank, ranks, _ = _place()
-            self._loaded = _Loaded(reader, key_of(rank, ranks))
+            self._attached, self._loaded = None, _Loaded(reader, key_of(rank, ranks))
 
-    def expect_loader(self) -> None:
-        """Lets go of the attached loader: a loop that loads again makes its loader again."""
-        self._attached = None
+    def expect_loader(self, *, is_resume: bool) -> None:
+        """Lets another loader be attached: a loop that loads again makes its loader again.
+
+        Args:
+            is_resume: whether the load continues a run. Then the position of an earlier load is forgotten.
+        """
+        # Until then the attached one stays: of a program that makes it before it loads, it is the only one.
+        self._expects_another = True
+        if is_resume:
+            self._loaded = None
 
     @property
     def awaits_loader(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import megatron_datastates as ds
 from megatron_datastates.errors import MismatchError, ProviderError, SaveFailedError, UntrustedClassError
+from megatron_datastates.mcore import dataloader
 from megatron_datastates.mcore import providers as mcore_providers
 from megatron_datastates.mcore.dataloader import LoopDataLoader
+from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.restoring import PrefixReader
 from megatron_datastates.providers import DataLoaderState
 from megatron_datastates.providers.energon import to_energon, to_plain
@@ -197,6 +200,65 @@ def test_a_second_loader_is_refused(loop: LoopDataLoader) -> None:
     loop.attach(Plain(), strict=True, restore=True)
     with pytest.raises(ProviderError, match="a data loader is attached already"):
         loop.attach(Plain(), strict=True, restore=True)
+
+
+@pytest.fixture
+def load_checkpoint(loop: LoopDataLoader, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Megatron's `load_checkpoint` where it finds no checkpoint, as our wrapper calls it."""
+    monkeypatch.setattr(dataloader, "LOOP", loop)
+    monkeypatch.setattr(loads, "note_load", lambda *facts: None)
+
+    def call(load_arg: str = "load", *, finetune: bool = False) -> Any:
+        arguments = types.SimpleNamespace(finetune=finetune)
+        monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: arguments)
+        return loads.wrap_load_checkpoint(lambda load_arg="load": (0, 0))(load_arg=load_arg)
+
+    return call
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_a_run_that_restarts_before_its_first_checkpoint_attaches_its_loader_again(
+    finetune: bool, loop: LoopDataLoader, load_checkpoint: Callable[..., Any]
+) -> None:
+    for attempt in ("first", "second"):
+        load_checkpoint(finetune=finetune)
+        assert not loop.attach(Plain(attempt), strict=True, restore=True)
+    assert [entry.value for entry in loop.entries()] == ["second"]
+    with pytest.raises(ProviderError, match="a data loader is attached already"):
+        loop.attach(Plain(), strict=True, restore=True)
+
+
+def test_a_loader_that_was_attached_before_the_load_stays_attached(
+    loop: LoopDataLoader, load_checkpoint: Callable[..., Any]
+) -> None:
+    loop.attach(Plain("here"), strict=True, restore=True)
+    load_checkpoint()
+    assert [entry.value for entry in loop.entries()] == ["here"]
+
+
+def test_a_load_forgets_the_position_of_an_earlier_one(
+    loop: LoopDataLoader, load_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_of(1, tmp_path / "c")
+    loop.restore(PrefixReader(ds.open(tmp_path / "c"), "data"))
+    load_checkpoint("pretrained_checkpoint")
+    assert loop.awaits_loader, "another model's weights say nothing of this run's data"
+    load_checkpoint()
+    loader = Plain("untouched")
+    assert not loop.attach(loader, strict=True, restore=True)
+    assert loader.position == "untouched"
+
+
+def test_a_position_that_is_loaded_after_a_restart_is_for_the_next_loader(
+    loop: LoopDataLoader, load_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_of(1, tmp_path / "c")
+    before, after = Plain("of the attempt before"), Plain()
+    loop.attach(before, strict=True, restore=True)
+    load_checkpoint()
+    loop.restore(PrefixReader(ds.open(tmp_path / "c"), "data"))
+    assert loop.attach(after, strict=True, restore=True)
+    assert (before.position, after.position) == ("of the attempt before", {"at": 0})
 
 
 # -- Energon ----------------------------------------------------------------------------------------------

@@ -28,6 +28,4 @@ def restore_registered(checkpoint: Checkpoint) -> None:
             checkpoint.directory,
             name,
         )
-    if DATA_LOADER not in absent and state.current().in_training_loop:
-        LOOP.expect_loader()
     restore(checkpoint, {name: provider for name, provider in providers.items() if name not in absent})

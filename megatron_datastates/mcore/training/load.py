@@ -48,6 +48,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         FENCE.wait("a load")
         purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
+        _expect_loader(purpose)
         _bring_home(purpose)
         _require_chosen(purpose)
         with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
@@ -67,6 +68,18 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
 
     return load_checkpoint
+
+
+def _expect_loader(purpose: str) -> None:
+    """Lets the loop attach a data loader after this load, also if it did so before it was restarted.
+
+    Not in loads that a running `train` makes, as it does to fetch a reference model.
+    """
+    from megatron_datastates.mcore.dataloader import LOOP
+    from megatron_datastates.mcore.training.loop import is_training
+
+    if purpose == "load" and not is_training():
+        LOOP.expect_loader(is_resume=_is_resume(purpose))
 
 
 def _require_loader() -> None:
