@@ -9,7 +9,7 @@ import errno
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from model_ranks import FORMATS, leaves, strategies
-from saving_rank import failure_of, join, make_directory, report, set_faults
+from saving_rank import failure_of, join, make_directory, report, set_faults, state
 
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.mcore import DataStatesSaveStrategy, enable
+from megatron_datastates.providers import ObjectSource
+from megatron_datastates.providers.base import StateReader
 
 ROWS, COLUMNS = 12, 36  # of every global tensor: 1, 2 and 3 ranks can cut them along either axis
 DTYPES = (
@@ -80,10 +83,10 @@ def save_everything(root: str, folder: str) -> None:
     for name in FORMATS:
         make_directory(Path(root, name))
         dist.barrier()
-        state: dict[str, Any] = {str(dtype): shard(str(dtype), whole(dtype), axis=0) for dtype in DTYPES}
-        state["rng"] = ShardedObject("rng", [1, 2], (1,), (0,), replica_id=rank)
-        state["iteration"] = 7
-        dist_checkpointing.save(state, str(Path(root, name)), strategies(name, parallel=False)[0])
+        saved: dict[str, Any] = {str(dtype): shard(str(dtype), whole(dtype), axis=0) for dtype in DTYPES}
+        saved["rng"] = ShardedObject("rng", [1, 2], (1,), (0,), replica_id=rank)
+        saved["iteration"] = 7
+        dist_checkpointing.save(saved, str(Path(root, name)), strategies(name, parallel=False)[0])
     report(folder)
 
 
@@ -112,6 +115,41 @@ def load_plain(root: str, folder: str) -> None:
     wanted = {str(dtype): whole(dtype) for dtype in DTYPES} | {"iteration": 7}
     assert dict(leaves(ours, "")) == dict(leaves(wanted, ""))
     report(folder)
+
+
+class Count:
+    """A state provider."""
+
+    name = "count"
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def entries(self) -> Iterator[ObjectSource]:
+        if dist.get_rank() == 0:
+            yield ObjectSource("value", self.value)
+
+    def restore(self, reader: StateReader) -> None:
+        self.value = reader.read_object("value")
+
+
+def look_and_load(root: str, folder: str) -> None:
+    """Looks at a checkpoint with a state provider, and then loads it, while the run has gone on."""
+    join()
+    directory, count, found = Path(root), Count(), []
+    enable(providers=[count])
+    make_directory(directory)
+    dist.barrier()
+    dist_checkpointing.save(state(3), str(directory), DataStatesSaveStrategy())
+    count.value = 1000
+    for load in (
+        lambda: dist_checkpointing.load_plain_tensors(str(directory)),
+        lambda: dist_checkpointing.load_common_state_dict(str(directory)),
+        lambda: dist_checkpointing.load(state(-1), str(directory)),
+    ):
+        load()
+        found.append(count.value)
+    report(folder, found=found)
 
 
 def load_other_shapes(root: str, folder: str) -> None:

@@ -27,6 +27,11 @@ def test_plain_tensors_are_loaded_whole_by_every_rank(world: World, saved: Path)
     world.run("loading_ranks:load_plain", saved)
 
 
+def test_looking_at_a_checkpoint_restores_no_state_provider(world: World, tmp_path: Path) -> None:
+    for rank in world.run("loading_ranks:look_and_load", tmp_path / "ck"):
+        assert rank["found"] == [1000, 1000, 1]
+
+
 def test_larger_and_smaller_shapes_are_loaded_if_allowed(world: World, saved: Path) -> None:
     world.run("loading_ranks:load_other_shapes", saved)
 

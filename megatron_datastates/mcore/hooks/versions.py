@@ -53,6 +53,7 @@ _LOADING = (
     Hook(_DIST + "strategies.torch", "FileSystemReader.read_metadata", "load.tools.wrap_dcp_read_metadata"),
     Hook(_DIST + "strategies.torch", "FileSystemReader.read_data", "load.tools.wrap_dcp_read_data"),
     Hook(_DIST + "serialization", "load", "load.agreement.wrap_load"),
+    Hook(_DIST + "serialization", "load_plain_tensors", "load.by_format.wrap_load_plain_tensors"),
     Hook(_DIST + "serialization", "save", "switch.wrap_save"),
     Hook(
         _DIST + "validation",

@@ -177,6 +177,16 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def wrap_load_plain_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `load_plain_tensors`, which looks at a checkpoint: the state providers of the program stay."""
+
+    def load_plain_tensors(*args: Any, **kwargs: Any) -> Any:
+        with state.opened(restores_providers=lambda: False):
+            return original(*args, **kwargs)
+
+    return load_plain_tensors
+
+
 def wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps DCP's `load_state_dict`: otherwise the load of one rank would wait for all ranks."""
 
