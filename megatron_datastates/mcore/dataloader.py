@@ -34,9 +34,9 @@ def attach_dataloader(loader: Any, *, strict: bool = True, restore: bool = True)
     Args:
         loader: as in `megatron_datastates.providers.DataLoaderState`: torchdata's StatefulDataLoader,
             Energon's savable loader, or anything with `state_dict` and `load_state_dict`.
-        strict: with False, a checkpoint of another number of data-parallel ranks is no error: the data
-            begins anew, with a warning.
-        restore: with False, the data begins anew.
+        strict: with False, a checkpoint of another number of data-parallel ranks is no error: the loader
+            starts from the beginning of its data, with a warning.
+        restore: with False, the loader starts from the beginning of its data.
 
     Returns:
         Whether the loader continues at the position of a loaded checkpoint.
@@ -119,7 +119,7 @@ class LoopDataLoader:
         """Checks that nobody has forgotten to restore the data loader. Collective.
 
         Raises:
-            ProviderError: on all ranks, if one of them has an iterator that begins anew by mistake.
+            ProviderError: on all ranks, if one has an iterator that starts from the beginning by mistake.
         """
         from megatron_datastates.pipeline.agreement import ranks_of, sum_now
 
@@ -128,9 +128,9 @@ class LoopDataLoader:
         if counts[0]:
             raise ProviderError(
                 f"the loaded checkpoint has the position of the data loader, and on {counts[0]} of "
-                f"{len(ranks_of())} ranks no loader was set to it: the data would begin anew. Call "
-                "megatron_datastates.mcore.attach_dataloader(loader) where the script makes its loader, or "
-                "attach_dataloader(loader, restore=False) if the data is to begin anew"
+                f"{len(ranks_of())} ranks no loader was set to it: they would start from the beginning of "
+                "their data. Call megatron_datastates.mcore.attach_dataloader(loader) where the script makes "
+                "its loader, or attach_dataloader(loader, restore=False) to start from the beginning"
             )
 
 

@@ -1,9 +1,9 @@
 """The position of a data loader: a state provider for torchdata's StatefulDataLoader and for Energon.
 
 Each data-parallel rank has a loader of its own and stores one object, `rank-<rank>-of-<ranks>`, so no two
-ranks store one key. A position has a meaning only for the number of data-parallel ranks that it was saved
-with: with another one, data would be read twice or never. So such a resume fails, unless the user asks for a
-new beginning of the data.
+ranks store one key. A position is valid only for the number of data-parallel ranks that saved it: with
+another one, data would be read twice or never. So such a resume fails, unless the user asks to start from the
+beginning of the data.
 """
 
 from __future__ import annotations
@@ -119,14 +119,16 @@ def read_position(reader: Positions, rank: int, ranks: int, *, strict: bool) -> 
         saved = " and ".join(map(str, counts)) or "no"
         problem = (
             f"the checkpoint has the positions of {saved} data-parallel ranks, and this run has {ranks}: a "
-            "position has a meaning for the same number only"
+            "position is valid only for the number of data-parallel ranks that saved it"
         )
     if strict:
         raise MismatchError(
-            f"{problem}; resume with as many data-parallel ranks as saved it, or pass strict=False to begin "
-            "the data anew"
+            f"{problem}; resume with as many data-parallel ranks as saved it, or pass strict=False to start "
+            "from the beginning of the data"
         )
-    logger.warning("%s. The data loader begins anew, as strict=False was passed", problem)
+    logger.warning(
+        "%s. The data loader starts from the beginning of its data, as strict=False was passed", problem
+    )
     return None
 
 

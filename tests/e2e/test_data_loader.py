@@ -105,7 +105,7 @@ def test_a_script_that_forgets_its_loader_does_not_train(
     assert anew.differences(ending) != [], "other data, and yet the same weights: this test cannot fail"
 
 
-def test_another_number_of_data_parallel_ranks_is_an_error_unless_the_data_may_begin_anew(
+def test_another_number_of_data_parallel_ranks_is_an_error_unless_strict_is_false(
     whole: Callable[[str], Whole], runs: LoaderRuns
 ) -> None:
     _, _, checkpoints = whole("dp2")
@@ -116,7 +116,7 @@ def test_another_number_of_data_parallel_ranks_is_an_error_unless_the_data_may_b
 
     assert failed.exits == [1, 1]
     assert "has the positions of 2 data-parallel ranks, and this run has 1" in failed.log
-    assert "The data loader begins anew" in begun.log
+    assert "The data loader starts from the beginning of its data" in begun.log
 
 
 def test_megatrons_own_option_saves_into_the_checkpoint_and_writes_no_file(

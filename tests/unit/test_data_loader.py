@@ -151,7 +151,7 @@ def test_only_ranks_that_store_write_a_position(tmp_path: Path) -> None:
     assert ds.open(tmp_path / "d").index.objects.keys() == {"w"}
 
 
-def test_another_number_of_ranks_fails_the_load_or_begins_anew(
+def test_another_number_of_ranks_fails_the_load_or_starts_from_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_of(3, tmp_path / "c")
@@ -162,7 +162,7 @@ def test_another_number_of_ranks_fails_the_load_or_begins_anew(
         ds.load(tmp_path / "c", into={"data": DataLoaderState(loader, rank=1, ranks=2)})
     assert isinstance(found.value.__cause__, MismatchError) and loader.position == "untouched"
     ds.load(tmp_path / "c", into={"data": DataLoaderState(loader, rank=1, ranks=2, strict=False)})
-    assert "begins anew" in caplog.text and loader.position == "untouched"
+    assert "starts from the beginning of its data" in caplog.text and loader.position == "untouched"
 
 
 def test_a_loader_without_a_position_is_refused() -> None:
