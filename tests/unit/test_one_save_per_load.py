@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.config import Options
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import agreement, opening, state
+from megatron_datastates.mcore.training import load as loads
+from megatron_datastates.pipeline.load import Checkpoint
 
 
 def test_a_load_stays_with_the_save_that_it_has_opened(tmp_path: Path) -> None:
@@ -19,6 +25,24 @@ def test_a_load_stays_with_the_save_that_it_has_opened(tmp_path: Path) -> None:
         ds.save({"t": torch.zeros(3)}, tmp_path)
         assert opening.open_checkpoint(tmp_path) is first
     assert opening.open_checkpoint(tmp_path).manifest.save_id != first.manifest.save_id
+
+
+def test_the_checkpoint_that_a_training_loop_has_loaded_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds.save({"t": torch.ones(3)}, tmp_path)
+    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: SimpleNamespace(finetune=True))
+    found: list[weakref.ref[Checkpoint]] = []
+
+    def original() -> tuple[int, int]:
+        found.extend(weakref.ref(opening.open_checkpoint(tmp_path)) for _ in range(2))
+        assert found[0]() is found[1]() is not None
+        return 0, 0
+
+    monkeypatch.setattr(loads, "_options", Options)
+    assert loads.wrap_load_checkpoint(original)() == (0, 0)
+    gc.collect()
+    assert found[0]() is None
 
 
 def sums_of(*saves: SaveId | None) -> list[int]:

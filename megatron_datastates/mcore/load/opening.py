@@ -20,7 +20,7 @@ _opened: dict[object, Checkpoint] = {}  # the last one, since a load opens it se
 
 
 def forget() -> None:
-    """Empties the cache: the next call of open_checkpoint opens the checkpoint anew."""
+    """Empties the cache, but for what an open load has opened: a later load opens its checkpoint again."""
     _opened.clear()
 
 

@@ -20,7 +20,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
-from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
+from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs import find_iterations, may_be_ours
@@ -66,6 +66,8 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 if _REFUSAL not in str(error):
                     raise
                 raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
+            finally:
+                forget()  # or the checkpoint's index would stay in memory while the run trains
 
     return load_checkpoint
 
