@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.config import Options
+from megatron_datastates.errors import LoadFailedError, StorageError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import agreement, opening, state
 from megatron_datastates.mcore.training import load as loads
@@ -25,6 +27,23 @@ def test_a_load_stays_with_the_save_that_it_has_opened(tmp_path: Path) -> None:
         ds.save({"t": torch.zeros(3)}, tmp_path)
         assert opening.open_checkpoint(tmp_path) is first
     assert opening.open_checkpoint(tmp_path).manifest.save_id != first.manifest.save_id
+
+
+def test_another_save_between_two_openings_with_other_options_fails_the_load(tmp_path: Path) -> None:
+    """Options decide how files are read, so that a load that changes them opens the checkpoint again."""
+    ds.save({"t": torch.ones(3)}, tmp_path)
+    options = Options()
+    with state.opened(options=lambda: options):
+        first = opening.open_checkpoint(tmp_path)
+        options = Options(trust_objects=True)
+        again = opening.open_checkpoint(tmp_path)
+        assert again is not first and again.manifest.save_id == first.manifest.save_id
+        ds.save({"t": torch.zeros(3)}, tmp_path)
+        assert opening.open_checkpoint(tmp_path) is again
+        options = Options()
+        with pytest.raises(LoadFailedError, match=r"was replaced by another save while it was read") as found:
+            opening.open_checkpoint(tmp_path)
+    assert isinstance(found.value.__cause__, StorageError)
 
 
 def test_the_checkpoint_that_a_training_loop_has_loaded_does_not_stay_in_memory(
@@ -63,6 +82,9 @@ def test_one_rank_with_another_save_is_noticed(others: int) -> None:
     assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
 
 
-def test_the_sums_of_a_million_ranks_fit_the_collective() -> None:
-    largest = [1, *[2**20 - 1] * 2, *[(2**20 - 1) ** 2] * 2]
-    assert max(largest) * 1_000_000 < 2**63
+def test_the_sums_of_a_million_ranks_fit_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = SimpleNamespace(digest=lambda: b"\xff" * 32)
+    monkeypatch.setattr(hashlib, "sha256", lambda data: largest)
+    terms = agreement._terms(SaveId(5, 7))
+    assert max(terms) > 2**32, "the digest was not asked for"
+    assert max(terms) * 1_000_000 < 2**63
