@@ -1,21 +1,30 @@
-"""Near tiers: what cannot be read when a job looks what to resume from is an error, and never an answer."""
+"""Near tiers: what cannot be read when a job looks what to resume from is an error, and never an answer.
+
+While a checkpoint is loaded, what cannot be read there is read from the checkpoint's own directory instead.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import megatron_datastates as ds
+from megatron_datastates.config import Options
+from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.jobs import JOBS_NAME
+from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import recovery
-from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_run
+from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_folder, near_root, near_run
 from tests.unit import test_near_branches as branches
 from tests.unit.test_near_branches import A, B, Job, resume, tracked
 from tests.unit.test_near_tier import Nodes
@@ -123,3 +132,49 @@ def test_an_error_of_any_rank_fails_all(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(recovery._Recovery, "look", look)
     with pytest.raises(StorageError, match="Stale file handle"):
         resume(Nodes(tmp_path), tmp_path / "near0")
+
+
+# -- in the middle of a load --------------------------------------------------------------------------------
+
+WANTED = torch.arange(1000.0)
+
+
+@pytest.fixture
+def half_near(tmp_path: Path) -> Checkpoint:
+    """An open checkpoint whose data file is in its own directory and in the near tier."""
+    far, options = tmp_path / "run" / "iter_0000001", Options(near=str(tmp_path / "near"))
+    ds.save({"w": WANTED}, far)
+    near = near_folder(near_root(options.near), far)
+    near.mkdir(parents=True)
+    for path in far.glob("data-*"):
+        shutil.copy(path, near)
+    return Checkpoint.open(far, options)
+
+
+def test_a_near_file_that_fails_during_a_load_is_read_from_the_checkpoint_instead(
+    half_near: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, tried = Reader.read, []
+
+    def failing(self: Reader, sources: Sequence[Any], *rest: Any) -> Any:
+        tried.append([Path(path).is_relative_to(tmp_path / "near") for path, _ in sources])
+        if any(tried[-1]):
+            raise StorageError("Input/output error in the near tier")
+        return read(self, sources, *rest)
+
+    monkeypatch.setattr(Reader, "read", failing)
+    assert torch.equal(half_near.read_tensor("w"), WANTED)
+    assert f"Input/output error in the near tier; reading from {half_near.directory} instead" in caplog.text
+    assert torch.equal(half_near.read_tensor("w"), WANTED)
+    assert tried == [[True], [False], [False]], "the near file is not tried again"
+
+
+def test_a_near_file_whose_bytes_are_damaged_is_read_from_the_checkpoint_instead(
+    half_near: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = (tmp_path / "near").rglob("data-*")
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    assert torch.equal(half_near.read_tensor("w"), WANTED)
+    assert f"reading from {half_near.directory} instead" in caplog.text
