@@ -11,18 +11,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesReader as DCPReader
 from megatron_datastates.dcp.metadata import StoredMetadata
 from megatron_datastates.dcp.reading import find_fragment
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.mcore.load.metadata import requested_boxes
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
@@ -156,3 +159,19 @@ def test_boxes_have_the_axes_that_were_prepended():
         "w": [[[2, 2, 0], [5, 2, 0]], [[1, 2, 3], [1, 2, 3]]],
         "v": [[[4]], [[4]]],
     }
+
+
+def test_a_planner_that_resolves_to_a_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
+    ds.save({"w": torch.arange(64.0)}, tmp_path)
+    memory = torch.zeros(64)
+
+    class Smaller(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            return memory[:4]
+
+    with pytest.raises(
+        CheckpointException, match=r"'w': .* shape \(64,\) into a tensor of shape \(4,\)"
+    ) as found:
+        dcp.load({"w": torch.ones(64)}, storage_reader=DCPReader(tmp_path), planner=Smaller())
+    ((error, _),) = found.value.failures.values()
+    assert isinstance(error, MismatchError) and not memory.any()
