@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.optimizer_map import OptimizerMap
-from megatron_datastates.mcore.load import optimizer_layout
+from megatron_datastates.mcore.load import optimizer_layout, optimizer_places
 from megatron_datastates.mcore.load.optimizer_request import _ATTRIBUTE, CARRIER, OwnBuckets
 from tests.unit.states import new_saver, save
 
@@ -219,6 +220,33 @@ def test_entries_without_tensors_which_megatron_cannot_merge_load(tmp_path: Path
     loaded = dist_checkpointing.load(asked, str(save_halves(tmp_path / "c")))
     assert torch.equal(memory[:12], half(0)[0][:12]) and torch.equal(memory[14:19], NORM)
     assert len(loaded["optimizer"]["param_state"][0]["d"][0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("stored", "fits"),
+    [
+        ({"tensor": 2, "pipeline": 1, "expert": 1, "data": 1}, True),
+        ({"tensor": 1, "pipeline": 1, "expert": 1, "data": 4}, False),
+        ({"tensor": 2, "pipeline": 2, "expert": 1, "data": 4}, False),
+        ({"tensor": 2, "pipeline": 1, "expert": 2, "data": 4}, False),
+        ({}, False),
+    ],
+)
+def test_buckets_whose_parameters_have_no_known_place_fit_only_the_same_split_of_the_model(
+    stored: dict[str, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's requests are such. Buckets of another split may have equal places, and hold other columns."""
+    own = {"tensor": 2, "pipeline": 1, "expert": 1, "data": 4}
+    monkeypatch.setattr(optimizer_places, "parallel_sizes", lambda: own)
+    described, unplaced = (
+        msgspec.convert({"format_version": 1, "buckets": [bucket(20, *parameters)]}, OptimizerMap)
+        for parameters in (
+            [(0, 12, [shard("w", (4, 6), (0, 0), (4, 3))]), (14, 19, [shard("n", (5,), (0,), (5,))])],
+            [(0, 12, []), (14, 19, [shard("n", (5,), (0,), (5,))])],
+        )
+    )
+    checkpoint: Any = SimpleNamespace(manifest=SimpleNamespace(parallel=stored))
+    assert optimizer_places.holds_the_same(described, unplaced, checkpoint) is fits
 
 
 # -- refusing -----------------------------------------------------------------------------------------------
