@@ -44,7 +44,10 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
         similar = similar_keys(item.key, checkpoint.index.tensors)
         return f"there is no tensor {item.key!r} in this checkpoint{similar}"
     if item.key in checkpoint.index.objects:  # DCP has one name for both
-        return f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either"
+        return (
+            f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either; "
+            "read it with megatron_datastates.open(...), or save again with another name"
+        )
     if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
         return (
             f"tensor {item.key!r} has global shape {shape} in this checkpoint, "
