@@ -181,14 +181,17 @@ def read_footer(path: Path, expected_bytes: int) -> Footer:
     """Reads the footer of a data file, which the trailer in its last bytes locates.
 
     Raises:
-        StorageError: the file is missing, or its size is not `expected_bytes`.
+        StorageError: the file is missing, or its size is not `expected_bytes`, or not what its trailer says.
         FormatError: it was never sealed, or is damaged.
     """
     with _open(path, expected_bytes) as file:
         file.seek(expected_bytes - TRAILER_BYTES)
         offset, total, _ = decode_trailer(file.read(TRAILER_BYTES), str(path))
         if offset + total != expected_bytes:
-            raise StorageError(f"{path}: its footer says {offset + total} bytes, it has {expected_bytes}")
+            raise StorageError(
+                f"data file {path} has {expected_bytes} bytes, and its footer says {offset + total}: "
+                "it was truncated or replaced; restore it, or load an older checkpoint"
+            )
         if total > _MOST_OF_OBJECTS + offset // _DATA_PER_FOOTER_BYTE:
             raise FormatError(
                 f"{path} is damaged: a footer of {total} bytes is too large for {offset} of data"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import re
 import shutil
 import struct
 import zlib
@@ -222,3 +223,13 @@ def test_a_footer_as_long_as_a_huge_file_is_not_read(tmp_path):
         file.write(trailer + struct.pack("<I", zlib.crc32(trailer)))
     with pytest.raises(FormatError, match=f"{path} is damaged: a footer of {size - 4096} bytes"):
         read_footer(path, size)
+
+
+def test_a_footer_of_a_shorter_file_is_refused(tmp_path):
+    """Its end is that of a sealed file, and so is its size by the manifest."""
+    path = tmp_path / SAVE.data_file_name(0)
+    sealed = data_file(Part(), 0, 1)
+    path.write_bytes(bytes(4096) + sealed)
+    text = f"data file {path} has {len(sealed) + 4096} bytes, and its footer says {len(sealed)}: it was"
+    with pytest.raises(StorageError, match=re.escape(text)):
+        read_footer(path, len(sealed) + 4096)
