@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.codecs import CODECS, NONE, frame_count, frame_lengths
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.values import Extent, decode_name
+from megatron_datastates.format.values import decode_name
 
 _ENTRY = struct.Struct("<QQQBBHIII32s")
 _OBJECT_1 = struct.Struct("<QQI")  # in format 1, which has objects only
@@ -47,14 +47,6 @@ class TailEntry(NamedTuple):
     item_bytes: int = 0  # for codecs that look at items
     frame_sizes: tuple[int, ...] = ()  # as stored; none without a codec
     sha256: Digest = NOT_RECORDED  # of the logical bytes
-
-
-def object_entries(places: Mapping[str, Extent]) -> list[TailEntry]:
-    """Returns the entries of objects that are stored as they are, by key."""
-    return [
-        TailEntry(Kind.OBJECT, key, extent.offset, extent.bytes, extent.bytes)
-        for key, extent in places.items()
-    ]
 
 
 def encode_tail(entries: Iterable[TailEntry], version: int) -> bytes:

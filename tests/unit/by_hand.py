@@ -16,7 +16,7 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.index import Index, build_index, index_entry, index_name
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest
-from megatron_datastates.format.tail import Kind, TailEntry, object_entries
+from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import (
     BLOCK_BYTES,
     FORMAT_VERSION,
@@ -49,6 +49,14 @@ def fragment(key: str, global_shape: Sequence[int], offset: Sequence[int], shape
 def block_checksums(data: bytes) -> bytes:
     blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
     return b"".join(struct.pack("<I", crc32c(block)) for block in blocks)
+
+
+def object_entries(places: Mapping[str, Extent]) -> list[TailEntry]:
+    """Returns the entries of objects that are stored as they are, by key."""
+    return [
+        TailEntry(Kind.OBJECT, key, extent.offset, extent.bytes, extent.bytes)
+        for key, extent in places.items()
+    ]
 
 
 def encoded_entry(

@@ -18,9 +18,9 @@ from megatron_datastates.format.codecs import FRAME_BYTES, NONE, PLANES, ZSTD
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.tail import Kind, TailEntry, object_entries
+from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import ALIGNMENT, BLOCK_BYTES, FORMAT_VERSION, Extent, SaveId
-from tests.unit.by_hand import SAVE
+from tests.unit.by_hand import SAVE, object_entries
 
 REFUSED = (FormatError, UnsupportedFormatError)
 WORD, LONG = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)

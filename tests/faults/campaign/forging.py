@@ -23,9 +23,9 @@ from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tables import encode_section, encode_tables
-from megatron_datastates.format.tail import Kind, object_entries
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, MANIFEST_NAME, Extent, SaveId
-from tests.unit.by_hand import block_checksums, file_entry, manifest_of
+from tests.unit.by_hand import block_checksums, file_entry, manifest_of, object_entries
 from tests.unit.test_object_kinds import stored
 
 SAVE, OTHER_SAVE = SaveId(0x0123456789ABCDEF, 3), SaveId(0xFEDCBA9876543210, 3)

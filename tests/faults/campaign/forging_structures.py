@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.footer import TRAILER_BYTES
 from megatron_datastates.format.tables import Directory
-from megatron_datastates.format.tail import TailEntry, object_entries
+from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.format.values import MANIFEST_NAME, Extent
 from tests.faults.campaign import forging
 from tests.faults.campaign.forging import NUMBERS, OTHER_SAVE, SAVE, WORDS, Draw, Forgery, stored
-from tests.unit.by_hand import block_checksums
+from tests.unit.by_hand import block_checksums, object_entries
 
 ENTRY_BYTES = 72  # of a record in a footer
 JSON_VALUES = st.recursive(
