@@ -35,17 +35,22 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
     copier_->StartAfter(trainer);
   }
   working_ = threads;
+  threads_.reserve(threads);  // while none runs
   try {
     if (threads > 0) {
       pool.Grow(std::min(plan_.windows().size(), threads * (copier_ ? 2 : 1)));
       pool.Acquire([] { return false; }).Return();  // checks for memory before threads take more of it
     }
     while (threads_.size() < threads) threads_.emplace_back(&ReadJob::Work, this);
-  } catch (const std::system_error& error) {
-    MutexLock lock(mutex_);
+  } catch (const std::exception& error) {
+    const MutexLock lock(mutex_);
     working_ -= threads - threads_.size();
-    // The threads that did start do the work.
-    if (threads_.empty()) throw Failure("start reader", "thread", error.code().value());
+    // The threads that did start do the work. An exception past them would end the process, which must not
+    // destroy a running thread.
+    if (!threads_.empty()) return;
+    const auto* no_thread = dynamic_cast<const std::system_error*>(&error);
+    if (no_thread == nullptr) throw;
+    throw Failure("start reader", "thread", no_thread->code().value());
   }
 }
 
