@@ -49,6 +49,9 @@ Engine::Engine(const Options& options)
   } catch (const std::system_error& error) {
     Close();
     throw Failure("start engine", "thread", error.code().value());
+  } catch (const std::exception&) {  // no memory
+    Close();
+    throw;
   }
 }
 
