@@ -18,6 +18,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -95,10 +96,20 @@ class Index:
     def tensor(self, key: str) -> TensorEntry:
         """Returns a tensor's entry. Raises MissingKeyError, and what `from_directory` raises on demand."""
         if key not in self.tensors:
-            raise MissingKeyError(
-                f"there is no tensor {key!r} in this checkpoint{similar_keys(key, self.tensors)}"
-            )
+            raise self.missing("tensor", key)
         return self.tensors[key]
+
+    def missing(
+        self, kind: Literal["tensor", "object", "stream"], key: str, where: str = "this checkpoint"
+    ) -> MissingKeyError:
+        """Returns the error for a key that is not there, or is something else there."""
+        kinds: dict[str, Mapping[str, Any]]
+        kinds = {"tensor": self.tensors, "object": self.objects, "stream": self.streams}
+        found = next((other for other, keys in kinds.items() if key in keys), None)
+        end = f": {key!r} is {'an' if found == 'object' else 'a'} {found} there" if found else ""
+        return MissingKeyError(
+            f"there is no {kind} {key!r} in {where}{end or similar_keys(key, kinds[kind])}"
+        )
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Returns the dtype and global shape of a tensor without reading its fragments. Raises KeyError."""

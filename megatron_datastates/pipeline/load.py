@@ -32,7 +32,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.files import OBJECT_BYTES, path_of
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Index, TensorEntry, similar_keys
+from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
@@ -364,7 +364,7 @@ class Checkpoint:
 
     def plan_objects(self, keys: Iterable[str]) -> ObjectReads:
         """Plans the reads of `read_objects`. Raises as it does, but for objects that are not plain data."""
-        files = {key: self._file_of(key, self.index.objects, "object") for key in keys}
+        files = {key: self._object_file(key) for key in keys}
         self.require(files.values())
         buffers, scheduled, entries = {}, [], {}
         for key, file in files.items():
@@ -402,18 +402,20 @@ class Checkpoint:
 
     def object_entry(self, key: str) -> tuple[int, TailEntry]:
         """Returns an object's data file and its entry in the footer. Raises as `read_objects`."""
-        file = self._file_of(key, self.index.objects, "object")
+        file = self._object_file(key)
         return file, self._entry(file, self.footer(file).objects, key, "object")
+
+    def _object_file(self, key: str) -> int:
+        if key not in self.index.objects:
+            raise self.index.missing("object", key, str(self.directory))
+        return self.index.objects[key]
 
     def stream_entry(self, key: str) -> tuple[int, TailEntry]:
         """Returns the same for a stream."""
-        file = self._file_of(key, self.index.streams, "stream")
+        if key not in self.index.streams:
+            raise self.index.missing("stream", key, str(self.directory))
+        file = self.index.streams[key]
         return file, self._entry(file, self.footer(file).streams, key, "stream")
-
-    def _file_of(self, key: str, files: Mapping[str, int], what: str) -> int:
-        if key not in files:
-            raise MissingKeyError(f"there is no {what} {key!r} in {self.directory}{similar_keys(key, files)}")
-        return files[key]
 
     def _entry(self, file: int, entries: Mapping[str, TailEntry], key: str, what: str) -> TailEntry:
         if key not in entries:

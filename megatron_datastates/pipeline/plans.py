@@ -15,7 +15,7 @@ import torch
 from megatron_datastates.engine.exchange import Described, Facts, Words, describe
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.format.values import Fragment
+from megatron_datastates.format.values import DTYPES, Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
@@ -118,6 +118,11 @@ def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], pla
     dtype, shape, device = facts
     if device.type not in ("cpu", "cuda"):
         raise MismatchError(f"tensor {key!r} is on {device}: only host and CUDA tensors can be saved")
+    if dtype_name(dtype) not in DTYPES:
+        raise MismatchError(
+            f"tensor {key!r} has dtype {dtype_name(dtype)}, which cannot be saved: view or convert it, for "
+            "example as uint8"
+        )
     if place is None:
         place = Place(tuple(shape), (0,) * len(shape), tuple(shape))
     fragment = Fragment(key, dtype_name(dtype), *place)

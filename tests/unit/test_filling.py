@@ -188,6 +188,14 @@ def test_boxes_are_compared_in_pairs_only_where_none_is_equal(count: int) -> Non
     assert hold_all(*(np.zeros((1, 0), np.int64),) * 4, ())
 
 
+def test_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
+    ds.save({"w": torch.zeros(4), "o": [1]}, tmp_path / "c", **SMALL)
+    with pytest.raises(ds.errors.MissingKeyError, match=r"no tensor 'o' in .*: 'o' is an object there"):
+        ds.load(tmp_path / "c", into={"o": torch.zeros(4)})
+    with pytest.raises(ds.errors.MissingKeyError, match=r"no object 'w' in .*: 'w' is a tensor there"):
+        ds.load(tmp_path / "c", into={"w": None})
+
+
 # -- saves ------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +207,11 @@ def test_an_iteration_that_no_load_accepts_is_refused_and_nothing_replaced(
     with pytest.raises(SaveFailedError, match=r"iteration=.*expected a whole number from 0 on, or None"):
         ds.save({"w": torch.zeros(4)}, directory, iteration=wrong, **SMALL)
     assert ds.load(directory)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_dtype_without_a_code_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SaveFailedError, match="'w' has dtype int4, which cannot be saved"):
+        ds.save({"w": torch.empty(4, dtype=torch.int4)}, tmp_path / "c", **SMALL)
 
 
 def test_an_iteration_may_be_of_numpy(tmp_path: Path) -> None:
