@@ -16,6 +16,7 @@ before any begins the next.
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import shutil
 import tempfile
@@ -141,7 +142,7 @@ def _publish(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
     for name in _other_names(plan.source):
         source, copy = plan.source.other_path(name), plan.work_directory / name
         if source.is_dir():
-            shutil.copytree(source, copy, copy_function=_copy_regular)
+            _copy_directory(source, copy)
         else:
             _copy_regular(source, copy)
         sync_tree(copy)
@@ -149,7 +150,17 @@ def _publish(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
     sink.publish(written)
 
 
-def _copy_regular(source: str | Path, copy: str | Path) -> None:
+def _copy_directory(source: Path, copy: Path) -> None:
+    """Copies a directory. Raises OSError, also for a link to a directory, which might have no end."""
+    copy.mkdir()
+    with os.scandir(source) as entries:
+        for entry in entries:
+            copy_one = _copy_directory if entry.is_dir(follow_symlinks=False) else _copy_regular
+            copy_one(source / entry.name, copy / entry.name)
+    shutil.copystat(source, copy)  # last: it may forbid to write
+
+
+def _copy_regular(source: Path, copy: Path) -> None:
     """Copies a regular file. Raises OSError, also for a device or a pipe, which might have no end."""
     with open_regular(source) as opened, open(copy, "xb") as target:
         shutil.copyfileobj(opened, target, MIB)

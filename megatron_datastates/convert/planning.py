@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,8 +66,8 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     Raises:
         OptionError: the format cannot be written, or cannot hold the source's streams, or `ranks` is
             negative.
-        StorageError: the target exists, lies inside the source or has too little space, or a file of the
-            source is missing or truncated.
+        StorageError: the target exists, lies inside the source or has too little space, a file of the source
+            is missing or truncated, or one of its directories is a symbolic link.
         FormatError: the source is damaged.
     """
     format = format or default_format(source.format, target)
@@ -86,6 +88,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
     metadata_members(source.directory)
     _refuse_streams(source, format)
+    _refuse_linked_directories(source)
     _require_coverage(source)
     source.require_files()
     files = source.stored_by_rank()
@@ -107,6 +110,18 @@ def _refuse_streams(source: Source, format: str) -> None:
         raise OptionError(
             f"{source.directory} has {len(source.streams)} streams, such as {some}, and {format} holds none: "
             f"convert it to {DataStatesSink.format}"
+        )
+
+
+def _refuse_linked_directories(source: Source) -> None:
+    """Raises StorageError for a link to a directory, which may lead to one that it is in, without an end."""
+    tops = [source.other_path(name) for name in source.other_directories]
+    below = (Path(top, name) for one in tops for top, names, _ in os.walk(one) for name in names)
+    link = next((path for path in itertools.chain(tops, below) if path.is_symlink()), None)
+    if link is not None:
+        raise StorageError(
+            f"{link} is a symbolic link to a directory, and a conversion copies none: remove it, or replace "
+            "it by the directory that it names"
         )
 
 

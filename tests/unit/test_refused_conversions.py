@@ -310,6 +310,28 @@ def test_a_target_within_its_source_is_refused(name: str, tmp_path: Path) -> Non
     assert os.listdir(tmp_path / "source") == before
 
 
+@pytest.mark.parametrize("name", ["self", "modelopt/self"])
+def test_a_link_to_a_directory_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_with_dcp(source, {"a": torch.ones(3)})
+    (source / "modelopt").mkdir()
+    (source / name).symlink_to(".")
+    with pytest.raises(StorageError, match=rf"source/{name} is a symbolic link to a directory.*: remove it"):
+        convert_to(source, tmp_path / "target")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_pipe_in_a_directory_that_is_copied_is_one_error_with_its_name(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_with_dcp(source, {"a": torch.ones(3)})
+    (source / "modelopt").mkdir()
+    os.mkfifo(source / "modelopt" / "pipe")
+    with pytest.raises(OSError, match="found a pipe") as raised:
+        convert_to(source, tmp_path / "target")
+    assert raised.value.filename == str(source / "modelopt" / "pipe")
+    assert os.listdir(tmp_path) == ["source"]
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', "[" * 100_000, b"\xff"])
 def test_damaged_metadata_json_is_reported_before_anything_is_written(text: Any, tmp_path: Path) -> None:
     save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
