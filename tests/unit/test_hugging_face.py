@@ -269,6 +269,18 @@ def test_a_folder_of_another_model_is_refused(
     assert text in not_imported(folder, tmp_path / "run")
 
 
+def test_a_tied_output_that_differs_from_the_embedding_is_refused(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "'lm_head.weight' differs from 'model.embed_tokens.weight', but" in not_imported(
+        folder, tmp_path / "run"
+    )
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert run("import", folder, tmp_path / "run")[0] == 0
+
+
 def test_newer_and_older_ways_to_write_a_config_are_read(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["rope_scaling"], config["head_dim"], config["rope_theta"]

@@ -19,7 +19,7 @@ import torch
 from megatron_datastates.convert.contents import convert_dtype
 from megatron_datastates.convert.hf.arguments import Arguments, settle
 from megatron_datastates.convert.hf.families import Family, config_json, family_of
-from megatron_datastates.convert.hf.tensors import EXPERTS, LAYERS, Place, Rows, entries
+from megatron_datastates.convert.hf.tensors import EMBEDDING, EXPERTS, LAYERS, Place, Rows, entries
 from megatron_datastates.convert.parts import is_weight
 from megatron_datastates.convert.sinks.safetensors import Exported, ReadBox
 from megatron_datastates.convert.sinks.safetensors import export as write_files
@@ -38,7 +38,6 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
     "generation_config.json",
 )  # fmt: skip
-_EMBEDDING = "embedding.word_embeddings.weight"
 _MOST_NAMED = 3
 _MOST_KEPT = 4  # the files hold what is made of one tensor close together: names are in order
 
@@ -138,17 +137,17 @@ def read_model(source: Source, *, dtype: str = "", vocab_size: int = 0) -> Model
     finder.require_all_used(family)
     if arguments.apply_layernorm_1p:
         notes.append("norms: 1 was added to their weights, which Megatron stores without it")
-    main = dtype or source.tensors[_EMBEDDING].dtype
+    main = dtype or source.tensors[EMBEDDING].dtype
     return Model(family, arguments, main, tensors, notes)
 
 
 def _with_vocabulary(source: Source, a: Arguments, asked: int) -> tuple[Arguments, list[str]]:
     """Returns the arguments with the number of words to export."""
-    if _EMBEDDING not in source.tensors:
+    if EMBEDDING not in source.tensors:
         raise FormatError(
-            f"{source.directory} has no tensor {_EMBEDDING!r}: choose a checkpoint of a GPT model"
+            f"{source.directory} has no tensor {EMBEDDING!r}: choose a checkpoint of a GPT model"
         )
-    rows = source.tensors[_EMBEDDING].global_shape[0]
+    rows = source.tensors[EMBEDDING].global_shape[0]
     if asked > rows:
         raise OptionError(f"--vocab-size {asked}: the embedding has only {rows} rows")
     if a.vocab_size and a.vocab_size <= rows:

@@ -22,7 +22,7 @@ from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
 from megatron_datastates.convert.hf.arguments import namespace
 from megatron_datastates.convert.hf.families import read_config
 from megatron_datastates.convert.hf.folder import Stored, find_tensors, read_config_json
-from megatron_datastates.convert.hf.tensors import LAYERS, Entry, Place, Rows, entries
+from megatron_datastates.convert.hf.tensors import EMBEDDING, LAYERS, Entry, Place, Rows, entries
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.errors import FormatError, MissingKeyError
 from megatron_datastates.format.directory import COMMON_FILE
@@ -33,7 +33,9 @@ from megatron_datastates.providers.objects import ObjectSource
 
 # Buffers that older releases of transformers saved, which are no weights.
 _BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
+_OUTPUT = "lm_head.weight"  # some programs store it although the embedding has the same elements
 _MOST_NAMED = 3
+_BLOCK_BYTES = 16 << 20
 # Modules with an extra state: all linear layers and, of Transformer Engine's, attention and norms.
 _LINEAR = re.compile(r"(?P<module>.*\.linear_\w+)\.weight")
 _NORM = re.compile(r"(?P<module>.*_layernorm)\.weight")
@@ -101,6 +103,7 @@ class HuggingFaceSource(Source):
         self._require_enough()
         table = list(entries(self.family.model_type, self.arguments))
         self._require_no_others(table)
+        self._require_one_embedding(table)
         self._tensors = self._megatron_tensors(table)
         self._objects = sorted({key for place, _ in table for key in self._extra_states(place)})
         # Last: a folder that is refused leaves nothing to remove.
@@ -146,7 +149,7 @@ class HuggingFaceSource(Source):
     def _require_no_others(self, table: Sequence[Entry]) -> None:
         known = {rows.name for _, made in table for rows in made}
         if not self.arguments.untie_embeddings_and_output_weights:
-            known.add("lm_head.weight")  # the embedding's
+            known.add(_OUTPUT)
         known |= {self._unprefixed(name) for name in known}
         others = sorted(name for name in self._stored if name not in known and not _BUFFERS.search(name))
         if others:
@@ -154,6 +157,19 @@ class HuggingFaceSource(Source):
             raise FormatError(
                 f"{self.directory} has {len(others)} tensors that {self.family.model_type} lacks, such as "
                 f"{some}"
+            )
+
+    def _require_one_embedding(self, table: Sequence[Entry]) -> None:
+        """Raises FormatError if embedding and output are one in config.json and differ in the files."""
+        output = self._stored.get(_OUTPUT)
+        if output is None or self.arguments.untie_embeddings_and_output_weights:
+            return
+        rows = next(made[0] for place, made in table if EMBEDDING in place.names)
+        embedding = self._stored.get(rows.name) or self._stored.get(self._unprefixed(rows.name))
+        if embedding is not None and not _is_same(output, embedding):
+            raise FormatError(
+                f"{self.directory}: {_OUTPUT!r} differs from {rows.name!r}, but config.json says that they "
+                "are one: set tie_word_embeddings to false there, or remove the former if it is left over"
             )
 
     @staticmethod
@@ -298,6 +314,19 @@ class HuggingFaceSource(Source):
 
     def require_files(self) -> None:
         """Does nothing: the constructor has checked the sizes of all files."""
+
+
+def _is_same(one: Stored, other: Stored) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    size = math.prod(one.shape) * element_bytes(one.dtype)
+    for begin in range(0, size, _BLOCK_BYTES):
+        blocks = [np.empty(min(_BLOCK_BYTES, size - begin), np.uint8) for _ in range(2)]
+        one.read_into(begin, blocks[0])
+        other.read_into(begin, blocks[1])
+        if not np.array_equal(blocks[0], blocks[1]):
+            return False
+    return True
 
 
 def _slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:

@@ -43,6 +43,7 @@ class Rows:
 
 Entry = tuple[Place, list[Rows]]
 EXPERTS = "mlp.experts.experts."
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def whole(a: Arguments, rows: int) -> list[Runs]:
@@ -202,7 +203,7 @@ def _experts(a: Arguments, layer: _Layer, mixtral: bool) -> Iterator[Rule]:
 def _around(a: Arguments, embedding: str, norm: str) -> Iterator[Rule]:
     """Yields the rules of what is before and after the layers."""
     vocabulary = (a.vocab_size, a.hidden_size)
-    yield Rule(Place(("embedding.word_embeddings.weight",), vocabulary, padded=True), [embedding])
+    yield Rule(Place((EMBEDDING,), vocabulary, padded=True), [embedding])
     for end in ["weight"] if a.normalization == "RMSNorm" else ["weight", "bias"]:
         centered = a.apply_layernorm_1p and end == "weight"
         place = Place((f"decoder.final_layernorm.{end}",), (a.hidden_size,), zero_centered=centered)
