@@ -254,6 +254,10 @@ def not_imported(folder: Path, run_directory: Path) -> str:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "Megatron has no rotary embeddings with"),
         ({"quantization_config": {}}, "quantization_config is {}, not 'absent'"),
         ({"num_hidden_layers": None}, "num_layers is None, expected a positive integer"),
+        (
+            {"num_attention_heads": 0, "head_dim": None},
+            "num_attention_heads is 0, expected a positive integer",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4, expected a multiple of 3"),
         ({"vocab_size": "11"}, "vocab_size is '11'"),
         ({"hidden_size": 16}, "has shape [8], but config.json asks for [16]"),

@@ -367,6 +367,7 @@ FAMILIES = (
 _SAME_AS = {"mistral": "llama"}
 # What tables are made as long as.
 _COUNTS = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads")
+_DIVISORS = ("num_attention_heads", "n_head")  # of the hidden size
 _DEFAULT_ROPE_THETA = {"mixtral": 1000000}
 
 
@@ -415,6 +416,9 @@ def read_config(config: Config) -> tuple[Family, Arguments]:
     for name in _COUNTS:
         if isinstance(config.get(name), int) and config[name] > MOST_LAYERS:
             raise FormatError(f"config.json: {name} is {config[name]}, expected at most {MOST_LAYERS}")
+    for name in _DIVISORS:
+        if config.get(name) == 0:
+            raise FormatError(f"config.json: {name} is 0, expected a positive integer")
     default = {"_default_rope_theta": _DEFAULT_ROPE_THETA.get(family.model_type, 10000)}
     try:
         a = Arguments(**family.read(config | default), vocab_size=config["vocab_size"])
