@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -31,6 +32,7 @@ from megatron_datastates.errors import (
     OptionError,
     SaveFailedError,
 )
+from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.pipeline import layouts
 from megatron_datastates.pipeline.repair import repair
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
@@ -435,6 +437,22 @@ def test_a_nested_state_stays_nested_through_conversions(tmp_path: Path) -> None
     assert_equal(torch.load(tmp_path / "back.pt"), torch.load(tmp_path / "theirs.pt"))
     metadata = [dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("theirs", "back")]
     assert metadata[0].planner_data == metadata[1].planner_data
+    assert properties_of(tmp_path / "back") == properties_of(tmp_path / "theirs")
+    assert properties_of(tmp_path / "back")["model.w"].requires_grad
+
+
+def properties_of(directory: Path) -> dict[str, Any]:
+    entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {k: one.properties for k, one in entries.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def test_a_checkpoint_without_dcps_nesting_does_not_become_one_of_dcps(tmp_path: Path) -> None:
+    flat = {"w": torch.ones(3, requires_grad=True)}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    writer = dcp.FileSystemWriter(tmp_path / "theirs")
+    dcp.save(flat, storage_writer=writer, planner=planner, no_dist=True)
+    assert run("convert", tmp_path / "theirs", tmp_path / "ours")[0] == 0
+    assert not any(map(is_dcp_file_name, os.listdir(tmp_path / "ours")))
 
 
 def test_a_coordinator_does_not_keep_the_layouts_of_all_saves(

@@ -227,7 +227,8 @@ class DataStatesSink(Sink):
     def _write_facts(self) -> list[str]:
         """Writes what DCP knows of the checkpoint, such as its nesting; returns the name of the file."""
         facts = self.source.dcp_facts
-        if facts is None or facts == Facts():
+        # Not for properties alone: with the file, Megatron would take its own checkpoint for one of DCP's.
+        if facts is None or facts == Facts(properties=facts.properties):
             return []
         name = self._save_id.dcp_file_name()
         encoded = facts.encode(name, trust=self._trust)

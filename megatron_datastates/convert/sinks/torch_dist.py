@@ -112,10 +112,10 @@ def encode_index(
     """Returns the bytes of `.metadata` for these tensors, and for the objects that were written.
 
     Args:
-        facts: of the nesting of this state, or of a larger one.
+        facts: of the nesting and the tensors' properties of this state, or of a larger one.
     """
     records = {(key, number): record for part in written for key, number, record in part}
-    entries = {key: _tensor_metadata(key, entry) for key, entry in tensors.items()}
+    entries = {key: _tensor_metadata(key, entry, facts or Facts()) for key, entry in tensors.items()}
     objects = {key: BytesStorageMetadata() for key, number in records if number is None}
     metadata = Metadata(
         entries | objects,
@@ -150,10 +150,11 @@ def _is_empty(entries: dict[str, TensorStorageMetadata], key: str, number: int |
     return number is not None and 0 in entries[key].chunks[number].sizes
 
 
-def _tensor_metadata(key: str, entry: SourceTensor) -> TensorStorageMetadata:
+def _tensor_metadata(key: str, entry: SourceTensor, facts: Facts) -> TensorStorageMetadata:
     boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
     chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in boxes]
     properties = TensorProperties(dtype=torch_dtype(entry.dtype, key))
+    facts.complete(properties, key)
     return TensorStorageMetadata(properties, torch.Size(entry.global_shape), chunks)
 
 

@@ -101,7 +101,7 @@ class Source(ABC):
 
     @property
     def dcp_facts(self) -> Facts | None:
-        """Returns what PyTorch's distributed checkpoints know of the state's nesting, if known."""
+        """Returns what PyTorch's distributed checkpoints know of the state and its tensors, if known."""
         return None
 
     @property

@@ -88,6 +88,7 @@ class TorchDistSource(Source):
         self._has_own_planner_data = self._paths is None and metadata.planner_data not in (None, {})
         self._tensors: dict[str, TorchDistTensor] = {}
         self._objects: dict[str, Record] = {}
+        self._properties: dict[str, dict[str, bool]] = {}  # by key, those that are not usual
         try:
             self._read_entries(metadata, path)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -104,6 +105,8 @@ class TorchDistSource(Source):
             key.encode()  # raises for half of a surrogate pair
             if isinstance(entry, TensorStorage):
                 self._tensors[key] = _tensor(key, entry, records.get(key, {}), path)
+                if properties := _unusual(entry.properties.others):
+                    self._properties[key] = properties
             elif isinstance(entry, BytesStorage) and records.get(key):
                 self._objects[key] = next(iter(records[key].values()))
             else:
@@ -124,8 +127,9 @@ class TorchDistSource(Source):
     def dcp_facts(self) -> Facts | None:
         from megatron_datastates.dcp.facts import Facts  # imports torch
 
-        version = self._version if isinstance(self._version, str) else None
-        return None if self._paths is None else Facts(self._paths, version=version)
+        version = self._version if isinstance(self._version, str) and self._paths is not None else None
+        facts = Facts(self._paths, self._properties, version=version)
+        return None if facts == Facts() else facts
 
     @property
     def left_out(self) -> str:
@@ -328,6 +332,12 @@ def _tensor(
     offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
     return TorchDistTensor(dtype, shape, offsets, shapes, [_record(o, records) for o, _ in boxes])
+
+
+def _unusual(others: Sequence[Any]) -> dict[str, bool]:
+    """Returns the properties that are true. Layout and memory format are the same for all that DCP writes."""
+    found = dict(zip(("layout", "requires_grad", "memory_format", "pin_memory"), others, strict=False))
+    return {name: True for name in ("requires_grad", "pin_memory") if found.get(name) is True}
 
 
 def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
