@@ -94,11 +94,16 @@ def unnamed_bytes(directory: Path, records: Iterable[tuple[str, int | None, Reco
             )
 
 
+def unusual_keys(keys: Iterable[str]) -> Iterator[str]:
+    """Yields which keys no program is likely to have meant. They load: that is no fault."""
+    for key in keys:
+        if not key.isprintable():
+            yield f"the key {key!r} has control characters: if no program chose it so, it is damaged"
+
+
 def _class_faults(metadata: Metadata) -> Iterator[str]:
     yield from _attribute_faults(metadata)
     for key, entry in metadata.state_dict_metadata.items():
-        if not str(key).isprintable():
-            yield f"the key {key!r} has control characters"
         yield from _attribute_faults(entry)
         if isinstance(entry, TensorStorage):
             for chunk in entry.chunks:

@@ -19,7 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.convert.optimizer_maps import read_maps
-from megatron_datastates.convert.sources.dcp_checks import UNCOVERED, index_faults, paths_of, unnamed_bytes
+from megatron_datastates.convert.sources.dcp_checks import (
+    UNCOVERED,
+    index_faults,
+    paths_of,
+    unnamed_bytes,
+    unusual_keys,
+)
 from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.sources.source import (
@@ -265,6 +271,7 @@ class TorchDistSource(Source):
         is_of_run = iteration_in_name(self.directory.name) is not None  # torch itself writes no such file
         if is_of_run and METADATA_NAME not in names_in(self.directory):
             yield f"{METADATA_NAME} is missing: Megatron does not load the checkpoint without it"
+        yield from unusual_keys([*self._tensors, *self._objects])
         yield from unnamed_bytes(self.directory, self.records())
 
     def records(self) -> Iterator[tuple[str, int | None, Record]]:
