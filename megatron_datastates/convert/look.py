@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import msgspec
@@ -51,6 +51,10 @@ from megatron_datastates.pipeline.runs import format_seen, metadata_members, sto
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
 _MOST_PARSED_BYTES = 16 << 20  # of `.metadata`, which takes a second for 7 MB; of a larger one only names
 _MOST_NAMED = 3
+_PLAIN = (
+    f"it has no {METADATA_NAME}, as PyTorch writes none: its own loads need none, and Megatron's of "
+    f"{TORCH_DIST} do not take it"
+)
 _DISTCP_NAMES = re.compile(rb"[\w.-]+\.distcp")
 
 
@@ -180,7 +184,7 @@ def _look_at_torch_dist(
         raise _FoundError(*_without_index(look.path, is_marked))
     most = _MOST_PARSED_BYTES if most_parsed_bytes is None else most_parsed_bytes
     if records is None and size > most:
-        _require_named_files(look, index)
+        keys = _require_named_files(look, index)
     else:
         records = _records(index) if records is None else records
         _require_sizes(look, required_bytes(one for found in records.values() for one in found.values()))
@@ -188,12 +192,23 @@ def _look_at_torch_dist(
         if common is None:
             _require_common_file(look.path)
         _describe(look, common)
-    if not is_marked:
+        keys = records.keys()
+    if is_marked:
+        return
+    if _is_megatrons(look.path, keys):
         raise _FoundError(
             UNFINISHED,
             f"only {METADATA_NAME} is missing, without which Megatron does not load it: "
             f'{{"sharded_backend": "{TORCH_DIST}", "sharded_backend_version": 1}}',
         )
+    look.note = "; ".join(filter(None, (look.note, _PLAIN)))
+
+
+def _is_megatrons(path: Path, keys: Set[str]) -> bool:
+    """Returns whether Megatron's torch_dist has written a checkpoint, of which no file says so."""
+    # Megatron's torch_dcp and fsdp_dtensor write what PyTorch does, with the training arguments in it.
+    is_named = is_checkpoint_name(path.name) and "args" not in keys
+    return is_named or COMMON_STATE_KEY in keys or (path / COMMON_FILE).is_file()
 
 
 def _without_index(path: Path, is_marked: bool) -> tuple[str, str]:
@@ -228,13 +243,18 @@ def _require_sizes(look: Look, wanted: dict[str, int]) -> None:
         raise _FoundError(DAMAGED, _some(wrong))
 
 
-def _require_named_files(look: Look, index: Path) -> None:
-    """Looks for the files that a large `.metadata` names, without parsing it."""
-    names = {name.decode() for name in _DISTCP_NAMES.findall(read_regular(index, METADATA_BYTES))}
+def _require_named_files(look: Look, index: Path) -> Set[str]:
+    """Looks for the files that a large `.metadata` names, without parsing it.
+
+    Returns the common state's key, if it has that.
+    """
+    data = read_regular(index, METADATA_BYTES)
+    names = {name.decode() for name in _DISTCP_NAMES.findall(data)}
     missing = sorted(names - set(names_in(look.path)))
     if missing:
         raise _FoundError(DAMAGED, f"missing: {_some(missing)}")
     look.note = f"sizes were not compared, as {TORCH_DIST_INDEX} is large"
+    return {COMMON_STATE_KEY} if COMMON_STATE_KEY.encode() in data else set()
 
 
 def _describe(look: Look, record: Record | None) -> None:

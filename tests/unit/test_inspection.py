@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -12,10 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from megatron_datastates.convert import look
 from megatron_datastates.convert import statistics as parts
 from megatron_datastates.convert.contents import Content
 from megatron_datastates.convert.statistics import Statistics, statistics
+from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from tests.unit.inspecting import OBJECTS, TENSORS, all_files, call, output_of, refused
 from tests.unit.states import KNOWN_DTYPES, random_tensor
@@ -46,6 +50,28 @@ def test_ls_lists_every_iteration(root):
     assert lines[6].startswith("iter_0000015: it has no datastates.manifest: `datastates repair")
     assert "does not begin as a datastates manifest" in lines[7]
     assert lines[8] == "iter_0000025: .metadata is missing"
+
+
+@pytest.mark.parametrize("most_parsed_bytes", [1, 1 << 20])
+def test_a_checkpoint_of_pytorchs_is_complete_and_megatrons_without_metadata_json_is_not(
+    tmp_path, monkeypatch, most_parsed_bytes
+):
+    monkeypatch.setattr(look, "_MOST_PARSED_BYTES", most_parsed_bytes)
+    states = {"step_1": {}, "step_2": {COMMON_STATE_KEY: [1]}, "step_3": {}, "iter_0000004": {}}
+    for name, more in states.items():
+        writer = dcp.FileSystemWriter(tmp_path / name)
+        dcp.save({"w": torch.ones(3), **more}, storage_writer=writer, no_dist=True)
+    (tmp_path / "step_3" / "common.pt").touch()
+    found = {name: look.look_at(tmp_path / name) for name in states}
+    assert [one.state for one in found.values()] == ["complete"] + ["unfinished"] * 3
+    assert "it has no metadata.json, as PyTorch writes none" in found["step_1"].note
+
+
+def test_what_megatrons_torch_dcp_writes_is_complete(tmp_path):
+    path = tmp_path / "iter_0000005"
+    state = {"args": argparse.Namespace(), "model": {"w": torch.ones(3)}}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    assert look.look_at(path).state == "complete"
 
 
 def test_ls_lists_checkpoints_with_names_of_their_own(checkpoint, tmp_path):
