@@ -348,3 +348,15 @@ def test_a_run_that_has_checkpoints_is_left_alone(folder: Path, tmp_path: Path) 
     (tmp_path / "run").mkdir()
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("7")
     assert "has a latest_checkpointed_iteration.txt" in not_imported(folder, tmp_path / "run")
+
+
+def test_a_run_that_has_iterations_and_no_tracker_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run/iter_0000007").mkdir(parents=True)
+    assert "has checkpoints, such as iter_0000007" in not_imported(folder, tmp_path / "run")
+
+
+def test_an_import_that_lacks_only_its_tracker_is_named(folder: Path, tmp_path: Path) -> None:
+    assert run("import", folder, tmp_path / "run")[0] == 0
+    (tmp_path / "run/latest_checkpointed_iteration.txt").unlink()
+    code, _, err = run("import", folder, tmp_path / "run")
+    assert code == 2 and "run/release is complete, and only" in err and "write the word release into" in err

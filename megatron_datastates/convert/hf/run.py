@@ -6,6 +6,7 @@ tracker file is written, which names it. Megatron loads a release without its op
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,10 @@ from megatron_datastates.convert.planning import Plan, plan_conversion
 from megatron_datastates.convert.sinks.sink import Progress
 from megatron_datastates.convert.trackers import write_tracker
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.directory import BACKEND, TRACKER_NAME
-from megatron_datastates.pipeline.run_folders import tracked_name
+from megatron_datastates.format.directory import BACKEND, RELEASE_NAME, TRACKER_NAME
+from megatron_datastates.pipeline.run_folders import checkpoint_directories, tracked_name
+from megatron_datastates.pipeline.runs import is_complete
 
-RELEASE = "release"  # Megatron's name of a checkpoint that is nobody's iteration
 _FILE_BYTES = 4 << 30
 
 
@@ -39,14 +40,30 @@ def import_model(
         start: called with the plan before anything is written; returns the function to report progress to.
 
     Raises:
-        StorageError: the run has a tracker file, or one that cannot be read.
+        StorageError: the run has checkpoints or a tracker file, or cannot be read.
         what plan_conversion and convert raise.
     """
-    if tracked_name(run) is not None or (run / TRACKER_NAME).exists():
-        raise StorageError(f"{run} has a {TRACKER_NAME}: choose a new directory, or remove that file first")
+    _refuse_checkpoints(run)
     total = sum(source.fragment(*one).bytes for one in source.stored_by_rank()[0].fragments)
     ranks = max(1, math.ceil(total / _FILE_BYTES))
-    plan = plan_conversion(source, run / RELEASE, format=format, ranks=ranks)
+    plan = plan_conversion(source, run / RELEASE_NAME, format=format, ranks=ranks)
     convert(plan, limits, progress=start(plan))
-    write_tracker(run / TRACKER_NAME, RELEASE.encode())
+    write_tracker(run / TRACKER_NAME, RELEASE_NAME.encode())
     return plan
+
+
+def _refuse_checkpoints(run: Path) -> None:
+    tracker = run / TRACKER_NAME
+    if tracked_name(run) is not None or tracker.exists():
+        raise StorageError(f"{run} has a {TRACKER_NAME}: choose a new directory, or remove that file first")
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [path.name for path in checkpoint_directories(run)]
+    if found == [RELEASE_NAME] and is_complete(run / RELEASE_NAME):  # an import was killed at its last step
+        raise StorageError(
+            f"{run / RELEASE_NAME} is complete, and only {tracker} is missing: write the word {RELEASE_NAME} "
+            f"into that file, or remove {run / RELEASE_NAME} to import again"
+        )
+    iterations = [name for name in found if name != RELEASE_NAME]
+    if iterations:
+        raise StorageError(f"{run} has checkpoints, such as {iterations[-1]}: choose a new directory")
