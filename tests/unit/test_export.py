@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 from pathlib import Path
 
@@ -222,6 +223,16 @@ def test_ctrl_c_ends_the_command_with_130_and_leaves_no_file(checkpoint, tmp_pat
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr() == ("", "datastates: interrupted\n")
     assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_a_disk_that_is_full_while_it_is_written_is_one_line_with_the_name(checkpoint, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))  # stands in for a full disk
+    try:
+        said = refused(tmp_path, checkpoint, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said == f"datastates: {tmp_path / 'out'}: File too large\n"
 
 
 def test_what_appears_meanwhile_is_not_replaced(checkpoint, tmp_path):

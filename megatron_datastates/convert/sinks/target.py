@@ -18,6 +18,7 @@ What a kill leaves there includes the claim. Such a target exists: nothing write
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -36,6 +37,7 @@ from megatron_datastates.pipeline.runs import format_of
 logger = logging.getLogger(__name__)
 _CLAIM = ".datastates-claim-"
 _LAST = "config.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = False) -> None:
@@ -186,7 +188,10 @@ def made_parents(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_as(temporary: Path, target: Path) -> Iterator[None]:
-    """Replaces a temporary name in errors by the name of what is being made, which is all that users know."""
+    """Replaces a temporary name in errors by the name of what is being made, which is all that users know.
+
+    Adds the name where a disk is full: writing to an open file names none.
+    """
 
     def renamed(value: Any) -> Any:
         if isinstance(value, list | tuple):  # shutil's errors have lists of tuples
@@ -196,7 +201,9 @@ def named_as(temporary: Path, target: Path) -> Iterator[None]:
     try:
         yield
     except (DataStatesError, OSError) as error:
-        if isinstance(error, OSError) and isinstance(error.filename, str | Path):
+        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+            error.filename = str(temporary.parent if is_object(target) else target)
+        elif isinstance(error, OSError) and isinstance(error.filename, str | Path):
             error.filename = renamed(str(error.filename))
         else:
             error.args = renamed(error.args)
