@@ -24,6 +24,7 @@ from megatron_datastates.convert.sinks import datastates
 from megatron_datastates.convert.sources import archives
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
@@ -109,6 +110,20 @@ def test_an_object_larger_than_a_window_is_written_whole_and_gaps_are_zero(
     footer = ds.open(tmp_path / "made").footer(0)
     objects = min(extent.offset for extent in footer.objects.values())
     assert not any(rest[HEADER_BYTES:objects])
+
+
+def test_an_object_of_many_windows_is_read_once_to_check_it_and_once_to_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", {"w": torch.ones(3), "object": os.urandom(5 * MIB)})
+    monkeypatch.setattr(limits, "_MOST_WINDOW_BYTES", MIB)
+    reads: list[str] = []
+    read = TorchDistSource.read_object
+    monkeypatch.setattr(
+        TorchDistSource, "read_object", lambda source, key: reads.append(key) or read(source, key)
+    )
+    convert_to(tmp_path / "source", tmp_path / "made")
+    assert len(reads) == 2
 
 
 def test_the_first_error_stops_all_workers() -> None:

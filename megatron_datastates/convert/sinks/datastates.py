@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,17 +157,26 @@ class DataStatesSink(Sink):
         """Yields the file's bytes up to its footer, window by window."""
         starts, ends = [one.offset for one in placed], [one.offset + one.size for one in placed]
         window = np.empty(min(self.window_bytes, end), np.uint8)
+        # A large object goes on in the next window, and is read only whole.
+        read_object = lru_cache(maxsize=1)(self.source.read_object)
         for begin in range(0, end, len(window)):
             view = window[: min(len(window), end - begin)]
             view[:] = 0  # gaps between fragments
             if begin == 0:
                 view[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
             here = placed[bisect_right(ends, begin) : bisect_left(starts, begin + len(view))]
-            tensor_bytes = self._fill(view, begin, here, streams)
+            tensor_bytes = self._fill(view, begin, here, streams, read_object)
             yield view
             self.progress(tensor_bytes)
 
-    def _fill(self, view: Bytes, begin: int, here: Sequence[_Placed], streams: Mapping[str, _Stream]) -> int:
+    def _fill(
+        self,
+        view: Bytes,
+        begin: int,
+        here: Sequence[_Placed],
+        streams: Mapping[str, _Stream],
+        read_object: Callable[[str], bytes],
+    ) -> int:
         """Fills a window that starts at byte `begin` of the file; returns its number of tensor bytes."""
         ranges = []
         for key, number, offset, size, kind in here:
@@ -177,7 +186,7 @@ class DataStatesSink(Sink):
             elif kind == Kind.STREAM:
                 streams[key].fill(view[low - begin : high - begin])
             else:
-                data = np.frombuffer(self.source.read_object(key), np.uint8)
+                data = np.frombuffer(read_object(key), np.uint8)
                 view[low - begin : high - begin] = data[low - offset : high - offset]
         self.source.read_ranges([part for part in ranges if part.size], view)
         return sum(part.size for part in ranges)
