@@ -22,6 +22,13 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
+def describe_error(error: Exception) -> str:
+    """Returns an error's text in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"  # without the number
+    return " ".join(str(error).split("\n"))
+
+
 class DataStatesError(Exception):
     """Base class of all errors below. Its text is safe to print."""
 

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 import click
 
 from megatron_datastates.config import MIB, parse_bytes
-from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, printable
+from megatron_datastates.errors import (
+    NotACheckpointError,
+    OptionError,
+    StorageError,
+    describe_error,
+    printable,
+)
 from megatron_datastates.files import is_object, path_of, require_utf8
 from megatron_datastates.pipeline.run_folders import choose_checkpoint
 
@@ -320,13 +326,6 @@ def cannot(error: Exception, code: int = 2) -> NoReturn:
         raise error
     note(f"datastates: {describe_error(error)}")
     raise click.exceptions.Exit(code)
-
-
-def describe_error(error: Exception) -> str:
-    """Returns an error's text in one line."""
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"  # without the number
-    return " ".join(str(error).split("\n"))
 
 
 def parse_size(option: str, text: str) -> int:

@@ -17,7 +17,6 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
-    describe_error,
     iteration_option,
     json_option,
     note,
@@ -33,6 +32,7 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
     UntrustedClassError,
+    describe_error,
 )
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.cli.shared import counted, note, progress_bar, say, size_text
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class _Call:
                 return
             freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
         except (DataStatesError, OSError) as error:
-            note(f"{one.path}: {'' if isinstance(error, UnfinishedError) else 'not changed: '}{error}")
-            self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": str(error)})
+            why = describe_error(error)
+            note(f"{one.path}: {'' if isinstance(error, UnfinishedError) else 'not changed: '}{why}")
+            self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": why})
             return
         verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
         self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")

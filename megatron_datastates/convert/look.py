@@ -20,7 +20,7 @@ from megatron_datastates import stores
 from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import load_metadata
 from megatron_datastates.convert.stored_arguments import arguments_in, parallel_sizes
-from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.errors import DataStatesError, FormatError, describe_error
 from megatron_datastates.files import (
     MANIFEST_BYTES,
     METADATA_BYTES,
@@ -96,11 +96,22 @@ def look_at_run(run: Path) -> list[Look]:
 def look_at_others(folder: Path) -> list[Look]:
     """Looks at a folder's checkpoints that have names of their own, such as `step_7`, in the order of names.
 
+    A directory that cannot be listed may be one, and is there as UNREADABLE.
+
     Raises:
         OSError: the folder cannot be listed.
     """
     names = sorted(folders_in(folder, lambda name: not is_checkpoint_name(name)), key=_with_numbers)
-    return [look_at(folder / name) for name in names if format_seen(folder / name) != "unknown"]
+    paths = [folder / name for name in names]
+    return [look_at(path) for path in paths if format_seen(path) != "unknown" or _is_hidden(path)]
+
+
+def _is_hidden(path: Path) -> bool:
+    try:
+        names_in(path)
+    except OSError as error:
+        return is_denied(error)
+    return False
 
 
 def _with_numbers(name: str) -> list[tuple[int, str]]:
@@ -128,7 +139,7 @@ def look_at(path: Path, *, tracked: bool = False, records: Records | None = None
         look.state, look.problem = found.args
     except (DataStatesError, OSError) as error:
         look.state = UNREADABLE if is_denied(error) else DAMAGED
-        look.problem = str(error)
+        look.problem = describe_error(error)
     return look
 
 

@@ -19,7 +19,13 @@ from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.trackers import copy_tracker, how_to_load
-from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
+from megatron_datastates.errors import (
+    DataStatesError,
+    NotACheckpointError,
+    OptionError,
+    StorageError,
+    describe_error,
+)
 from megatron_datastates.pipeline.run_folders import checkpoint_directories, other_checkpoints
 from megatron_datastates.pipeline.runs import is_complete
 
@@ -133,7 +139,7 @@ def convert_run(
             try:
                 result = _convert(one, made, request, team, start)
             except (DataStatesError, OSError) as error:  # on all ranks: see Team.gather
-                result = _not_converted(one, made, request, failed=str(error))
+                result = _not_converted(one, made, request, failed=describe_error(error))
         else:
             result = _not_converted(one, made, request, **outcome)
         found.append(result)

@@ -22,7 +22,7 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import Part, choose_parts, group_of, place_of
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.views import Tensors, same_keys, view
-from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run, other_checkpoints
@@ -68,7 +68,8 @@ class Step:
 
     def skip(self, error: Exception | str) -> None:
         """Leaves this checkpoint out."""
-        self.tensors, self.skipped = None, str(error)
+        self.tensors = None
+        self.skipped = error if isinstance(error, str) else describe_error(error)
 
 
 @dataclasses.dataclass(frozen=True)

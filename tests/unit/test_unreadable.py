@@ -56,3 +56,13 @@ def test_a_hidden_checkpoint_ends_neither_ls_nor_prune(checkpoint: Path) -> None
     assert code == 0 and "unreadable" in printed and "Permission denied" in printed
     code, printed, _ = run("prune", checkpoint.parent, "--keep-last", "1")
     assert code == 0 and f"keep  {checkpoint}" in printed
+
+
+def test_a_hidden_checkpoint_with_a_name_of_its_own_stays_in_ls(checkpoint: Path) -> None:
+    step = checkpoint.rename(checkpoint.parent.parent / "step_7")
+    step.chmod(0)
+    code, printed, _ = run("ls", step.parent)
+    step.chmod(0o755)
+    step.rename(checkpoint)
+    assert code == 0 and printed.splitlines()[1].split()[:3] == ["step_7", "unknown", "unreadable"]
+    assert printed.splitlines()[2] == f"step_7: {step}: Permission denied"
