@@ -76,7 +76,9 @@ def show(
         streams = [] if optimizer else _streams(source, pattern)
         if not tensors and not objects and not streams:
             raise MissingKeyError(
-                f"no key in {path} matches {pattern!r}: leave out the pattern to list all keys"
+                f"{path} holds no tensors, objects or streams"
+                if pattern == _EVERYTHING
+                else f"no key in {path} matches {pattern!r}: leave out the pattern to list all keys"
             )
         found = _statistics(tensors, quiet=as_json) if stats else _no_statistics(tensors)
         if pattern == _EVERYTHING and not as_json:

@@ -132,7 +132,9 @@ def choose_parts(
             chosen[key] = Choice(some, bool(whole))
     missing = next((pattern for pattern in patterns if pattern not in found), None)
     if missing is not None:
-        known = ", ".join(map(repr, sorted(keys)[:3])) or "none"
+        if not keys:
+            raise MissingKeyError(f"{where} holds no tensors")
+        known = ", ".join(map(repr, sorted(keys)[:3]))
         raise MissingKeyError(
             f"no tensor in {where} matches {missing!r}: expected a key such as {known}, "
             "or a pattern (* matches anything)"

@@ -174,6 +174,17 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     assert "exists: choose another target" in refused(tmp_path, checkpoint, out)
 
 
+def test_a_checkpoint_without_weights_is_refused_by_what_it_lacks(tmp_path):
+    ds.save({"object": [1]}, tmp_path / "empty", **SMALL)
+    ds.save({MOMENT: STATE[MOMENT]}, tmp_path / "optimizer", **SMALL)
+    assert "empty holds no tensors" in refused(tmp_path, tmp_path / "empty", tmp_path / "out")
+    assert "empty holds no tensors" in refused(tmp_path, tmp_path / "empty", tmp_path / "out", "--keys", "a")
+    assert "optimizer holds no weights, only" in refused(tmp_path, tmp_path / "optimizer", tmp_path / "out")
+    ds.save({}, tmp_path / "nothing", **SMALL)
+    code, _, said = run("show", tmp_path / "nothing")
+    assert code == 2 and "nothing holds no tensors, objects or streams" in said
+
+
 def test_a_checkpoint_that_cannot_be_read_leaves_no_file(checkpoint, tmp_path):
     (path,) = data_files(checkpoint)
     data = bytearray(path.read_bytes())

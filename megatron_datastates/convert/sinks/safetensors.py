@@ -22,7 +22,7 @@ import torch
 from megatron_datastates.convert.parts import Choice, Part, choose_parts, is_weight
 from megatron_datastates.convert.sinks.target import publish_on_exit, refuse_target
 from megatron_datastates.convert.sources.source import Source, SourceTensor
-from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
 
@@ -100,10 +100,11 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
         FormatError: two tensors would have the same name, or one a name that safetensors reserves.
     """
     keys = list(source.tensors) if patterns else [key for key in source.tensors if is_weight(key)]
+    if not keys:
+        what = "tensors" if not source.tensors else "weights, only optimizer state: choose it with --keys"
+        raise MissingKeyError(f"{source.directory} holds no {what}")
     weights: dict[str, Weight] = {}
-    chosen = choose_parts(
-        keys, lambda key: source.tensors[key].global_shape, patterns or ["*"], str(source.directory)
-    )
+    chosen = choose_parts(keys, lambda key: source.tensors[key].global_shape, patterns, str(source.directory))
     for key, choice in chosen.items():
         tensor = source.tensors[key]
         if tensor.dtype not in DTYPES:
