@@ -93,7 +93,7 @@ def _weights(source: Source, keys: Collection[str]) -> str:
     counts: Counter[str] = Counter()
     for key in keys:
         counts[source.tensors[key].dtype] += math.prod(source.tensors[key].global_shape)
-    parts = [f"{count:,} parameters in {dtype}" for dtype, count in counts.most_common()]
+    parts = [f"{counted(count, 'parameter')} in {dtype}" for dtype, count in counts.most_common()]
     return f"{' and '.join(parts)}, {_sized(source, keys)}" if keys else ""
 
 

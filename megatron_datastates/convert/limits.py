@@ -30,8 +30,8 @@ class Limits:
         least = _LEAST_WORKER_BYTES + _LEAST_STAGING_BYTES
         if self.memory_bytes < least:
             raise OptionError(
-                f"{self.memory_bytes} bytes of memory are too few: a conversion needs at least "
-                f"{least // MIB} MiB"
+                f"--memory: {self.memory_bytes} bytes are too few for a conversion: expected at least "
+                f"{least // MIB}MiB"
             )
         if self.workers < 0:
             raise OptionError(f"{self.workers} workers: expected 1 or more, or 0 for one per CPU core")

@@ -243,7 +243,10 @@ def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
         (["{source}", "{tmp}"], "exists: choose another target"),
         (["{source}", "{tmp}/made", "--to", "zarr"], "format 'zarr' cannot be written"),
         (["{source}", "{tmp}/made", "--memory", "lots"], "--memory lots: expected a size"),
-        (["{source}", "{tmp}/made", "--memory", "1MiB"], "of memory"),
+        (
+            ["{source}", "{tmp}/made", "--memory", "1MiB"],
+            "--memory: 1048576 bytes are too few for a conversion: expected at least 66MiB",
+        ),
         (["{tmp}", "{tmp}/made", "--all"], "contains no iter_"),
     ],
 )

@@ -252,7 +252,10 @@ def not_imported(folder: Path, run_directory: Path) -> str:
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, expected at most 65536"),
         ({"num_hidden_layers": 1 << 16}, "lacks tensors: it has 21, and config.json asks for at least 65536"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "Megatron has no rotary embeddings with"),
-        ({"quantization_config": {}}, "quantization_config is {}, not 'absent'"),
+        (
+            {"quantization_config": {}},
+            "hf: config.json describes a model that is not known: quantization_config is {}, and must be",
+        ),
         ({"num_hidden_layers": None}, "num_layers is None, expected a positive integer"),
         (
             {"num_attention_heads": 0, "head_dim": None},

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import megatron_datastates as ds
 from megatron_datastates.convert import look
 from megatron_datastates.convert import statistics as parts
 from megatron_datastates.convert.contents import Content
@@ -22,7 +23,7 @@ from megatron_datastates.convert.statistics import Statistics, statistics
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from tests.unit.inspecting import OBJECTS, TENSORS, all_files, call, output_of, refused
-from tests.unit.states import KNOWN_DTYPES, random_tensor
+from tests.unit.states import KNOWN_DTYPES, SMALL, random_tensor
 from tests.unit.test_optimizer_state import STATE
 
 # -- ls ---------------------------------------------------------------------------------------------------
@@ -72,6 +73,11 @@ def test_what_megatrons_torch_dcp_writes_is_complete(tmp_path):
     state = {"args": argparse.Namespace(), "model": {"w": torch.ones(3)}}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     assert look.look_at(path).state == "complete"
+
+
+def test_one_parameter_is_counted_as_one(tmp_path):
+    ds.save({"w": torch.ones(1)}, tmp_path / "ck", **SMALL)
+    assert "1 parameter in float32" in output_of("show", tmp_path / "ck")
 
 
 def test_ls_lists_checkpoints_with_names_of_their_own(checkpoint, tmp_path):

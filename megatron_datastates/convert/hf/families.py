@@ -14,6 +14,7 @@ from megatron_datastates.convert.hf.arguments import MOST_LAYERS, Arguments, unu
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 
 Config = dict[str, Any]
+_ABSENT = object()  # in place of the value of a member that config.json must not have
 SOME = "a number"  # what a family needs, whatever it is
 
 # Members of config.json that change no result of the model, or only the training.
@@ -386,7 +387,10 @@ def family_of(a: Arguments, stored: Mapping[str, Any]) -> Family:
 
 
 def _text(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name} is {found!r}, not {needed!r}" for name, (found, needed) in differing.items())
+    return ", ".join(
+        f"{name} is {found!r}, {'and must be left out' if needed is _ABSENT else f'not {needed!r}'}"
+        for name, (found, needed) in differing.items()
+    )
 
 
 def config_json(family: Family, a: Arguments, dtype: str) -> Config:
@@ -438,7 +442,7 @@ def _refuse_differences(config: Config, ours: Config) -> None:
         if name in _NEUTRAL:
             continue
         unused = name == "sliding_window" and not config.get("use_sliding_window", True)
-        expected = (ours[name],) if name in ours else _NEEDED.get(name, ("absent",))
+        expected = (ours[name],) if name in ours else _NEEDED.get(name, (_ABSENT,))
         if value not in expected and not unused:
             differing[name] = (value, expected[0])
     if differing:

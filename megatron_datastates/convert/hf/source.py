@@ -24,7 +24,7 @@ from megatron_datastates.convert.hf.families import read_config
 from megatron_datastates.convert.hf.folder import Stored, find_tensors, read_config_json
 from megatron_datastates.convert.hf.tensors import EMBEDDING, LAYERS, Entry, Place, Rows, entries
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
-from megatron_datastates.errors import FormatError, MissingKeyError
+from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
@@ -97,7 +97,11 @@ class HuggingFaceSource(Source):
 
     def __init__(self, directory: Path, transformer_impl: str = TRANSFORMER_ENGINE) -> None:
         super().__init__(directory)
-        self.family, self.arguments = read_config(read_config_json(directory))
+        config = read_config_json(directory)
+        try:
+            self.family, self.arguments = read_config(config)
+        except (FormatError, UnsupportedFormatError) as error:
+            raise type(error)(f"{directory}: {error}") from error
         self._stored = find_tensors(directory)
         self._impl = transformer_impl
         self._require_enough()
