@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,7 +204,8 @@ def sparkline(values: Sequence[float | None]) -> str:
     """
     marks = _SPARKS if (sys.stdout.encoding or "").lower().startswith("utf") else _DIGITS
     count = min(len(values), _MOST_SPARKS)
-    cells = [values[n * len(values) // count : (n + 1) * len(values) // count] for n in range(count)]
+    known = [None if value is None or math.isnan(value) else value for value in values]
+    cells = [known[n * len(known) // count : (n + 1) * len(known) // count] for n in range(count)]
     heights = [max((value for value in cell if value is not None), default=None) for cell in cells]
     top = max((height for height in heights if height is not None), default=0.0)
     return "".join(" " if height is None else marks[_level(height, top)] for height in heights)

@@ -123,8 +123,7 @@ def diff(
         def compare(most: int) -> None:
             while len(reading) > most:
                 batch, left, right = reading.popleft()
-                keys = [cut.key for cut in batch]
-                pending.append((batch, pool.submit(compare_all, left.result(), right.result(), keys)))
+                pending.append((batch, pool.submit(compare_all, left.result(), right.result())))
 
         def settle(most: int) -> None:  # in the order of the batches, so that sums are the same in every run
             while len(pending) > most:

@@ -6,7 +6,6 @@ dtypes, by torch: a dozen passes over float64 copies take ten times as long as r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.engine.native import NumberKind, compare_numbers
-from megatron_datastates.errors import UnsupportedFormatError
 
 _EXACT_INTEGERS = 1 << 53  # float64 holds every integer up to here
 _AT_A_TIME = 1 << 16  # elements that are Python integers at a time
@@ -30,7 +28,10 @@ KINDS = {
 
 @dataclasses.dataclass
 class Drift:
-    """How far apart elements are: the ones that are finite in both checkpoints, unless stated otherwise."""
+    """How far apart elements are: the ones that are finite in both checkpoints, unless stated otherwise.
+
+    All but the counts is NaN where changed elements have a dtype that torch cannot convert to numbers.
+    """
 
     changed: int = 0  # elements; NaN equals NaN, and 0 equals -0
     largest_absolute: float = 0.0  # |a - b|
@@ -42,8 +43,8 @@ class Drift:
     @property
     def distance(self) -> float:
         """Returns |a - b| / |a| with the elements as one vector; infinite where a is zero and b is not."""
-        if not self.squares_apart:
-            return 0.0
+        if not self.squares_apart or math.isnan(self.squares_apart):
+            return self.squares_apart
         return math.sqrt(self.squares_apart / self.squares_first) if self.squares_first else math.inf
 
     @property
@@ -54,29 +55,32 @@ class Drift:
     def add(self, other: Drift) -> None:
         """Adds the result of comparing other elements."""
         self.changed += other.changed
-        self.largest_absolute = max(self.largest_absolute, other.largest_absolute)
-        self.largest_relative = max(self.largest_relative, other.largest_relative)
+        self.largest_absolute = _larger(self.largest_absolute, other.largest_absolute)
+        self.largest_relative = _larger(self.largest_relative, other.largest_relative)
         self.not_finite += other.not_finite
         self.squares_apart += other.squares_apart
         self.squares_first += other.squares_first
 
 
-def compare(left: torch.Tensor, right: torch.Tensor, key: str = "") -> Drift:
+def _larger(one: float, other: float) -> float:
+    """Returns the maximum; NaN if one is, wherever it stands."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
     """Compares two tensors of the same shape as numbers, also if their dtypes differ.
 
-    Args:
-        key: their name, for messages.
-
-    Raises:
-        UnsupportedFormatError: elements differ, and torch cannot convert their dtype to float64.
+    Where torch cannot convert a dtype to float64, elements are compared by their bytes; those of different
+    dtypes all count as changed then.
     """
     if left.dtype == right.dtype and left.dtype in KINDS:
         return Drift(*compare_numbers(KINDS[left.dtype], raw_bytes(left), raw_bytes(right)))
+    one = _numbers(left)
     if left.dtype == right.dtype and np.array_equal(raw_bytes(left), raw_bytes(right)):
-        with contextlib.suppress(UnsupportedFormatError):  # equal bits need no numbers
-            return Drift(squares_first=_squares(_numbers(left, key)))
-        return Drift()
-    one, other = _numbers(left, key).reshape(-1), _numbers(right, key).reshape(-1)
+        return Drift() if one is None else Drift(squares_first=_squares(one))
+    other = _numbers(right)
+    if one is None or other is None:
+        return _compare_bytes(left, right)
     apart, changed = (one - other).abs(), _are_different(one, other)
     where, gaps = _rounded(left, right, one, other)
     apart[where], changed[where] = gaps, gaps != 0
@@ -95,11 +99,17 @@ def compare(left: torch.Tensor, right: torch.Tensor, key: str = "") -> Drift:
     )
 
 
-def compare_all(
-    left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], keys: Sequence[str]
-) -> list[Drift]:
-    """Compares tensors pair by pair. Raises as compare."""
-    return [compare(*three) for three in zip(left, right, keys, strict=True)]
+def compare_all(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> list[Drift]:
+    """Compares tensors pair by pair."""
+    return [compare(*pair) for pair in zip(left, right, strict=True)]
+
+
+def _compare_bytes(left: torch.Tensor, right: torch.Tensor) -> Drift:
+    changed = left.numel()
+    if left.dtype == right.dtype:
+        one, other = (raw_bytes(side).reshape(-1, side.itemsize) for side in (left, right))
+        changed = int((one != other).any(axis=1).sum())
+    return Drift(changed, math.nan, math.nan, squares_apart=math.nan) if changed else Drift()
 
 
 def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -144,11 +154,9 @@ def raw_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return found
 
 
-def _numbers(tensor: torch.Tensor, key: str) -> torch.Tensor:
+def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the elements on one axis, in float64 or complex128; None if torch cannot convert them."""
     try:
-        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedFormatError(
-            f"tensor {key!r} differs, and torch cannot convert {str(tensor.dtype).removeprefix('torch.')} to "
-            "numbers: exclude it with --keys"
-        ) from error
+        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).reshape(-1)
+    except (RuntimeError, NotImplementedError):
+        return None

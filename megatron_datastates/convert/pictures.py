@@ -208,7 +208,7 @@ def _draw_places(axes: Any, places: Sequence[str], values: Mapping[str, float]) 
             continue
         value = values[place]
         if not math.isfinite(value):
-            axes.text(at, 0.9, "inf", ha="center", fontsize=7, transform=axes.get_xaxis_transform())
+            axes.text(at, 0.9, str(value), ha="center", fontsize=7, transform=axes.get_xaxis_transform())
         elif is_layer(place):
             stacks.setdefault(place.rpartition(".")[0], []).append((at, value))
         else:

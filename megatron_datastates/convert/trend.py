@@ -172,9 +172,6 @@ def follow(
     Args:
         memory_bytes: upper limit of the memory for elements.
         progress: called with the number of bytes read since the last call.
-
-    Raises:
-        UnsupportedFormatError: elements of a dtype that torch cannot convert to numbers differ.
     """
     trend, steps = Trend(selection.steps, {}), selection.steps
     with ThreadPoolExecutor(THREADS) as pool:
@@ -195,8 +192,7 @@ def follow(
             for cuts, others in ((both, after), (rest, before)):
                 if cuts:
                     sides = [before[cut] for cut in cuts], [others[cut] for cut in cuts]
-                    drifts = pool.submit(compare_all, *sides, [cut.key for cut in cuts])
-                    pending.append((number, cuts, others is after, drifts))
+                    pending.append((number, cuts, others is after, pool.submit(compare_all, *sides)))
             settle(AHEAD)
 
         for batch in batches(selection.newest, selection.parts, memory_bytes):

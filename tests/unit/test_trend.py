@@ -227,6 +227,7 @@ def test_a_sparkline_has_the_largest_of_values_that_share_a_character() -> None:
     assert sparkline([0.0, 1.0, None, 0.5]) == "▁█ ▅"
     assert sparkline([0.0] * 15 + [1.0]) == "▁▁▁▁▁▁▁█"
     assert sparkline([math.inf, 1.0]) == "█▁"
+    assert sparkline([math.nan, 1.0]) == " █"
     assert sparkline([0.0]) == "▁" and sparkline([]) == ""
 
 
