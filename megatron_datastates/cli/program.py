@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from typing import NoReturn
 
 import click
@@ -61,6 +62,8 @@ def run_program() -> NoReturn:
 
     Does what click's `main` does, but lets interrupts and errors pass, which entry.py reports.
     """
+    # Torch's, at the first such tensor: standard error is for what a user has to know.
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
     instruction = os.environ.get(_COMPLETION)
     if instruction:
         sys.exit(_complete(instruction))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -243,6 +244,14 @@ def test_tensors_of_every_dtype_are_compared(name: str):
         0 if name == "float8_e8m0fnu" and bool((one == other).all()) else 1
     )
     assert compare(random_tensor(dtype, (4, 4)), random_tensor(dtype, (4, 4))).changed == 0
+
+
+def test_torchs_warning_of_complex_halves_does_not_reach_standard_error(pair):
+    state = {"w": torch.zeros(8, dtype=torch.uint8).view(torch.complex32)}
+    paths = pair(state, state)
+    words = [sys.executable, "-m", "megatron_datastates", "diff", *paths]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("equal: 1 tensor compared, 0 changed\n", "")
 
 
 def test_tensors_without_elements_are_equal(pair):
