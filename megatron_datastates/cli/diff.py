@@ -66,8 +66,8 @@ def diff(
     nan (null in JSON). Of a dtype that torch cannot convert to float64, elements whose bytes differ are
     counted, and the rest is nan. A tensor that only one checkpoint has, or that has another shape in it,
     counts as different in all its layers. Optimizer state that is stored in buckets is compared by
-    parameter, as the optimizer map describes it. Objects, such as states of random generators, are not
-    compared.
+    parameter, as the optimizer map describes it. Objects, such as states of random generators, and streams
+    are not compared: "equal" says nothing of them.
 
     Exit codes: 0 equal; 1 different; 2 they cannot be compared, or 130 interrupted (nothing was written).
 
@@ -107,7 +107,8 @@ def _compare(
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.views import by_parameter
 
-    one, other = by_parameter([open_source(first), open_source(second)])
+    sources = [open_source(first), open_source(second)]
+    one, other = by_parameter(sources)
     comparison = choose_comparison(one, other, keys)
     with progress_bar("comparing") as progress:
         task = progress.add_task("", total=comparison.bytes)
@@ -118,6 +119,9 @@ def _compare(
             memory_bytes=memory_bytes,
             progress=lambda done: progress.advance(task, done),
         )
+    if not keys:
+        found.objects_not_compared = len({key for source in sources for key in source.objects})
+        found.streams_not_compared = len({key for source in sources for key in source.streams})
     if plot is not None:
         from megatron_datastates.convert.pictures import plot_drift
 
@@ -171,7 +175,10 @@ def _print(found: Difference) -> None:
         say(f"first differing layer: {_layer_name(found.first_layer)}")
     changed = sum(1 for drift in found.tensors.values() if drift.changed)
     verdict = "equal" if found.equal else "different"
-    say(f"{verdict}: {counted(len(found.tensors), 'tensor')} compared, {changed} changed")
+    others = [(found.objects_not_compared, "object"), (found.streams_not_compared, "stream")]
+    left = " and ".join(counted(count, noun) for count, noun in others if count)
+    text = f"{verdict}: {counted(len(found.tensors), 'tensor')} compared, {changed} changed"
+    say(f"{text}; {left} not compared" if left else text)
 
 
 def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:

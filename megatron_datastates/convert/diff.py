@@ -40,6 +40,9 @@ class Difference:
     modules: dict[str, dict[str, Drift]] = dataclasses.field(default_factory=dict)
     # Layers of the model with tensors that were not compared: removed, added or reshaped.
     layers_apart: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    # Keys in either checkpoint, where all of it was to be compared.
+    objects_not_compared: int = 0
+    streams_not_compared: int = 0
 
     @property
     def equal(self) -> bool:

@@ -290,6 +290,14 @@ def test_the_text_output_says_what_changed(pair):
     assert "different: 2 tensors compared, 1 changed" in printed and "0.333" in printed
 
 
+def test_the_last_line_says_what_was_not_compared(pair):
+    objects = [{"rng": [1], "common": [2]}, {"rng": [3], "args": [4]}]
+    paths = pair(*[{"w": torch.ones(1), **one} for one in objects])
+    assert run("diff", *paths)[1] == "equal: 1 tensor compared, 0 changed; 3 objects not compared\n"
+    assert run("diff", *paths, "--keys", "w")[1] == "equal: 1 tensor compared, 0 changed\n"
+    assert found(*paths, code=0)["objects_not_compared"] == 3
+
+
 def test_brackets_in_a_key_are_shown_as_they_are(pair):
     printed = run("diff", *pair({"w[bold]": torch.ones(1)}, {"w[bold]": torch.zeros(1)}))[1]
     assert "  w[bold]\n" in printed
