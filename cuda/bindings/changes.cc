@@ -47,7 +47,7 @@ bool ReportsAttributes() {
       "class Probe:\n"
       "    pass\n"
       "probe = Probe()\n"
-      "probe.old = probe.new = 0\n"
+      "probe.old = probe.new = None\n"
       "del probe.new\n"
       "attributes = probe.__dict__\n"
       "def assign(times):\n"

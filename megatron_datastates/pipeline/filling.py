@@ -7,7 +7,7 @@ read (load.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place
 
-_PIECE_BYTES = 16 << 20  # of a tensor that cannot be read in place, as stored
+_PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
 _PIECES = 4  # at a time
+_COMPARED = 1 << 18  # elements at a time: comparing takes several times their memory
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -36,7 +37,7 @@ class _Piece(NamedTuple):
 def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
     """Fills tensors with slices of global ones. Lazy saves that still read the targets come first.
 
-    What cannot be read in place is converted through temporaries of at most 64 MiB.
+    What cannot be read in place is converted through temporaries, of 32 MiB as they are stored.
 
     Args:
         targets: by key, the slice that is wanted and a tensor of its shape, of any device.
@@ -121,9 +122,8 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
     """
     if stored.dtype != target.dtype and type(target) in _PLAIN:
         found = _converted(key, stored, target.dtype)
-        wrong = _is_another(stored, found)
-        if wrong.any():
-            value = stored[wrong].reshape(-1)[0].item()
+        value = _first_lost(stored.reshape(-1), found.reshape(-1))
+        if value is not None:
             raise MismatchError(
                 f"tensor {key!r} was saved as {stored.dtype}, and has values that {target.dtype} does not "
                 f"have, such as {value}: load it as it was saved"
@@ -140,6 +140,15 @@ def _converted(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tens
             f"tensor {key!r} was saved as {stored.dtype}, which this torch cannot convert to {dtype}: load "
             "it as it was saved"
         ) from error
+
+
+def _first_lost(stored: torch.Tensor, found: torch.Tensor) -> Any:
+    """Returns the first of these values that has become another; None if there is none."""
+    for before, after in zip(stored.split(_COMPARED), found.split(_COMPARED), strict=True):
+        wrong = _is_another(before, after)
+        if wrong.any():
+            return before[wrong][0].item()
+    return None
 
 
 def _is_another(stored: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.errors import MismatchError
 from megatron_datastates.pipeline.plans import Plans
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.collect import collect
@@ -194,7 +194,7 @@ def test_a_tensor_that_only_wraps_others_is_refused_and_named():
 
 
 def test_a_dtype_that_the_format_cannot_hold_is_refused():
-    with pytest.raises(FormatError, match="qint8"):
+    with pytest.raises(MismatchError, match="dtype qint8, which cannot be saved"):
         Source("w", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), LAZY)
 
 
