@@ -180,6 +180,15 @@ def test_a_checkpoint_without_arguments_is_refused(tmp_path: Path) -> None:
     assert "no training arguments" in refused(tmp_path / "ck", tmp_path / "hf")
 
 
+@pytest.mark.parametrize("frequency", [0, -1, [1], "x"])
+def test_a_frequency_of_experts_that_says_nothing_is_refused(frequency: Any, tmp_path: Path) -> None:
+    stored = arguments(MIXTRAL)
+    tensors = state(stored)
+    stored.moe_layer_freq = frequency
+    text = refused(save(tmp_path / "ck", stored, tensors), tmp_path / "hf")
+    assert f"the stored argument moe_layer_freq is {frequency!r}, expected 2 numbers" in text
+
+
 def test_an_unknown_size_of_the_vocabulary_keeps_all_rows_and_says_so(tmp_path: Path) -> None:
     stored = arguments(LLAMA)
     tensors = state(stored)

@@ -196,7 +196,7 @@ def _number(stored: Mapping[str, Any], name: str) -> int:
 
 def _layers_with_experts(frequency: Any, layers: int) -> tuple[int, ...]:
     """Returns, by layer, 1 where it has experts, as get_gpt_decoder_layer_specs chooses them."""
-    if isinstance(frequency, int):
+    if isinstance(frequency, int) and frequency > 0:
         return tuple(int(n % frequency == 0) for n in range(layers))
     if not isinstance(frequency, list) or len(frequency) != layers:
         raise FormatError(f"the stored argument moe_layer_freq is {frequency!r}, expected {layers} numbers")
