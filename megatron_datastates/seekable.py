@@ -55,4 +55,5 @@ class SeekableReads(io.RawIOBase):
             if got == 0:
                 break
             done += got
-        return bytes(data[:done])
+        del data[done:]
+        return bytes(data)

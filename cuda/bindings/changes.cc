@@ -42,6 +42,7 @@ bool Add(PyDict_WatchCallback callback, int* watcher) {
 // Python 3.13.0 does not report what is assigned to an attribute whose value is within the object
 // (python/cpython#125608).
 bool ReportsAttributes() {
+  const uint64_t begin = count;
   nanobind::dict globals;
   nanobind::exec(
       "class Probe:\n"
@@ -56,11 +57,14 @@ bool ReportsAttributes() {
       "        probe.old = each\n",
       globals);
   constexpr uint64_t kTimes = 1000;  // the interpreter specializes what runs often
-  if (PyDict_Watch(watcher_of_dictionaries, nanobind::object(globals["attributes"]).ptr()) != 0)
-    throw nanobind::python_error();
-  const uint64_t before = count;
-  globals["assign"](kTimes);
-  return count - before == kTimes + 1;
+  const nanobind::object attributes = globals["attributes"], assign = globals["assign"];
+  if (PyDict_Watch(watcher_of_dictionaries, attributes.ptr()) != 0) throw nanobind::python_error();
+  assign(kTimes);
+  const bool reports_all = count - begin == kTimes + 1;
+  PyDict_Unwatch(watcher_of_dictionaries, attributes.ptr());
+  globals.clear();  // the function refers to them
+  count = begin;    // nothing that is watched has changed
+  return reports_all;
 }
 
 bool BeginWatching() {
@@ -73,7 +77,6 @@ bool BeginWatching() {
 }
 
 void Watch(nanobind::handle dictionary, const int* watcher) {
-  if (*watcher == kNone) can_watch = can_watch && BeginWatching();
   if (!can_watch || PyDict_Watch(*watcher, dictionary.ptr()) != 0) {
     PyErr_Clear();  // an interpreter has eight watchers: others have them all
     can_watch = false;
@@ -82,7 +85,10 @@ void Watch(nanobind::handle dictionary, const int* watcher) {
 
 }  // namespace
 
-uint64_t ChangeCount() { return can_watch ? count : kUnknownChanges; }
+uint64_t ChangeCount() {
+  if (watcher_of_dictionaries == kNone) can_watch = can_watch && BeginWatching();
+  return can_watch ? count : kUnknownChanges;
+}
 
 void WatchDictionary(nanobind::handle dictionary) { Watch(dictionary, &watcher_of_dictionaries); }
 

@@ -191,7 +191,7 @@ def _row(steps: Sequence[Step], points: Sequence[Point | None]) -> list[str]:
     updates = [(step, point.update) for step, point in known if point.update is not None]
     if not updates:
         return [*norms, "", "-", "-", "-"]
-    step, largest = max(updates, key=lambda one: one[1].distance)
+    step, largest = max(updates, key=lambda one: (math.isnan(one[1].distance), one[1].distance))
     change = max(update.largest_absolute for _, update in updates)
     line = sparkline([None if p is None or p.update is None else p.update.distance for p in points[1:]])
     return [*norms, line, f"{largest.distance:.2g}", _name(step), f"{change:.2g}"]

@@ -151,11 +151,11 @@ def _publish(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
 
 
 def _copy_directory(source: Path, copy: Path) -> None:
-    """Copies a directory. Raises OSError, also for a link to a directory, which might have no end."""
+    """Copies a directory, and what links in it name: planning has refused those without an end."""
     copy.mkdir()
     with os.scandir(source) as entries:
         for entry in entries:
-            copy_one = _copy_directory if entry.is_dir(follow_symlinks=False) else _copy_regular
+            copy_one = _copy_directory if entry.is_dir() else _copy_regular
             copy_one(source / entry.name, copy / entry.name)
     shutil.copystat(source, copy)  # last: it may forbid to write
 

@@ -49,6 +49,8 @@ from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_
 from megatron_datastates.pipeline.runs import format_seen, metadata_members, stored_backend, stored_bytes
 
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
+_ARGUMENTS_KEY = "args"  # of what Megatron saves through PyTorch's calls
+_MEGATRONS_KEYS = (COMMON_STATE_KEY, _ARGUMENTS_KEY)
 _MOST_PARSED_BYTES = 16 << 20  # of `.metadata`, which takes a second for 7 MB; of a larger one only names
 _MOST_NAMED = 3
 _PLAIN = (
@@ -218,7 +220,7 @@ def _look_at_torch_dist(
 def _is_megatrons(path: Path, keys: Set[str]) -> bool:
     """Returns whether Megatron's torch_dist has written a checkpoint, of which no file says so."""
     # Megatron's torch_dcp and fsdp_dtensor write what PyTorch does, with the training arguments in it.
-    is_named = is_checkpoint_name(path.name) and "args" not in keys
+    is_named = is_checkpoint_name(path.name) and _ARGUMENTS_KEY not in keys
     return is_named or COMMON_STATE_KEY in keys or (path / COMMON_FILE).is_file()
 
 
@@ -257,7 +259,7 @@ def _require_sizes(look: Look, wanted: dict[str, int]) -> None:
 def _require_named_files(look: Look, index: Path) -> Set[str]:
     """Looks for the files that a large `.metadata` names, without parsing it.
 
-    Returns the common state's key, if it has that.
+    Returns which of the keys that Megatron's checkpoints have are there.
     """
     data = read_regular(index, METADATA_BYTES)
     names = {name.decode() for name in _DISTCP_NAMES.findall(data)}
@@ -265,7 +267,12 @@ def _require_named_files(look: Look, index: Path) -> Set[str]:
     if missing:
         raise _FoundError(DAMAGED, f"missing: {_some(missing)}")
     look.note = f"sizes were not compared, as {TORCH_DIST_INDEX} is large"
-    return {COMMON_STATE_KEY} if COMMON_STATE_KEY.encode() in data else set()
+    return {key for key in _MEGATRONS_KEYS if any(length + key.encode() in data for length in _lengths(key))}
+
+
+def _lengths(key: str) -> tuple[bytes, bytes]:
+    """Returns what a pickle has before a string: BINUNICODE or SHORT_BINUNICODE, and its length."""
+    return b"X" + len(key).to_bytes(4, "little"), b"\x8c" + bytes([len(key)])
 
 
 def _describe(look: Look, record: Record | None) -> None:

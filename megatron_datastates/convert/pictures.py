@@ -179,7 +179,8 @@ def _places(found: Difference, groups: Sequence[str]) -> list[str]:
     modules: dict[str, float] = {}
     for group in groups:
         for place, drift in found.modules.get(group, {}).items():
-            modules[place] = max(modules.get(place, 0.0), drift.distance)
+            distance = math.inf if math.isnan(drift.distance) else drift.distance
+            modules[place] = max(modules.get(place, 0.0), distance)
     most = sorted(modules, key=lambda place: -modules[place])[:_MOST_MODULES]
     return sorted({*layers, *most}, key=place_order)
 

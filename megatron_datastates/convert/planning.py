@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from megatron_datastates.convert.sinks.datastates import DataStatesSink
@@ -16,7 +15,7 @@ from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.uploads import refuse_object_target
 from megatron_datastates.errors import FormatError, OptionError, StorageError
-from megatron_datastates.files import is_object, require_utf8
+from megatron_datastates.files import folders_in, is_object, require_utf8
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.plan.coverage import coverage_faults
@@ -88,7 +87,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
     metadata_members(source.directory)
     _refuse_streams(source, format)
-    _refuse_linked_directories(source)
+    _refuse_endless_links(source)
     _require_coverage(source)
     source.require_files()
     files = source.stored_by_rank()
@@ -113,16 +112,22 @@ def _refuse_streams(source: Source, format: str) -> None:
         )
 
 
-def _refuse_linked_directories(source: Source) -> None:
-    """Raises StorageError for a link to a directory, which may lead to one that it is in, without an end."""
-    tops = [source.other_path(name) for name in source.other_directories]
-    below = (Path(top, name) for one in tops for top, names, _ in os.walk(one) for name in names)
-    link = next((path for path in itertools.chain(tops, below) if path.is_symlink()), None)
-    if link is not None:
+def _refuse_endless_links(source: Source) -> None:
+    """Raises StorageError for a link to a directory that it is in: a copy would have no end."""
+    if not is_object(source.directory):
+        for name in source.other_directories:
+            _refuse_endless(source.other_path(name), {os.path.realpath(source.directory)})
+
+
+def _refuse_endless(directory: Path, above: Set[str]) -> None:
+    real = os.path.realpath(directory)
+    if real in above:
         raise StorageError(
-            f"{link} is a symbolic link to a directory, and a conversion copies none: remove it, or replace "
-            "it by the directory that it names"
+            f"{directory} is a symbolic link to a directory that it is in, and a conversion copies what "
+            "links name: remove it"
         )
+    for name in folders_in(directory):
+        _refuse_endless(directory / name, above | {real})
 
 
 def _require_coverage(source: Source) -> None:

@@ -17,10 +17,9 @@ from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import can_be_directory, directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
 from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
-from megatron_datastates.pipeline.runs import format_of
 
 
 class DataStatesReader(CheckpointReader):
@@ -71,7 +70,7 @@ class DataStatesReader(CheckpointReader):
 
     def _open(self) -> Metadata:
         path = Path(self.path)
-        if format_of(path) == TORCH_DIST:
+        if (path / TORCH_DIST_INDEX).exists():
             raise NotACheckpointError(
                 f"{path} holds a checkpoint of DCP's own format ({TORCH_DIST_INDEX}): load it with "
                 "FileSystemReader, or convert it with `datastates convert`"

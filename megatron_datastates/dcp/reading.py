@@ -264,7 +264,7 @@ class _Transfer:
 
     def prepare(self) -> None:
         if self.memory is None:
-            self.memory = torch.empty(self.target.shape, dtype=self.box.torch_dtype)
+            self.memory = torch.empty(self.target.shape, dtype=self.box.torch_dtype, device="cpu")
 
     def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None
@@ -340,8 +340,9 @@ class FragmentFinder:
 
     def __call__(self, entry: TensorEntry, index: MetadataIndex) -> int:
         """Returns the number of the fragment with elements at the offset of `index`. Raises FormatError."""
-        if self._asked.get(index.fqn, 0) < _MANY:
-            return find_fragment(entry, index)
+        found = _hinted(entry, index)
+        if found is not None or self._asked.get(index.fqn, 0) < _MANY:
+            return find_fragment(entry, index) if found is None else found
         if index.fqn not in self._numbers:
             # Of several at one offset, the largest counts: the others have no elements.
             order = np.argsort(entry.file_bytes, kind="stable").tolist()
@@ -352,16 +353,27 @@ class FragmentFinder:
         return find_fragment(entry, index) if found is None else found
 
 
+def _offset_of(entry: TensorEntry, index: MetadataIndex) -> tuple[int, ...]:
+    return tuple(index.offset) if index.offset is not None else (0,) * len(entry.global_shape)
+
+
+def _hinted(entry: TensorEntry, index: MetadataIndex) -> int | None:
+    """Returns the number that the plan gives, if that fragment is at its offset and has elements."""
+    hint = index.index
+    if hint is None or hint >= len(entry.files) or entry.file_bytes[hint] == 0:
+        return None
+    return hint if tuple(entry.offsets[hint].tolist()) == _offset_of(entry, index) else None
+
+
 def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
     """Returns the number of the stored fragment that DCP's plan means: the one with elements at that offset.
 
     The plan's number counts the fragments in the metadata, which may list only some: it is only a hint.
     """
-    offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.global_shape)
-    hint = index.index
-    held = hint is not None and hint < len(entry.files) and entry.file_bytes[hint] > 0
-    if hint is not None and held and tuple(entry.offsets[hint].tolist()) == offset:
-        return hint
+    offset = _offset_of(entry, index)
+    hinted = _hinted(entry, index)
+    if hinted is not None:
+        return hinted
     found = np.flatnonzero((entry.offsets == np.array(offset, np.int64)).all(axis=1))
     if len(found) == 0:
         raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {offset}")

@@ -9,7 +9,7 @@ of the manifest.
 
 Two runs may save into one directory at once: a job that was requeued, and one that is not quite dead. So all
 names but those of the manifest and metadata.json are a save's own, and a save removes nothing but what the
-manifest has named in whose place its own is now, and what it or earlier saves of its own run have left.
+manifest has named in whose place its own is now, and what earlier saves of its own run have left.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
@@ -30,7 +30,7 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.files import OBJECT_BYTES, is_object, open_regular, read_regular, size_of
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_temporary_name, save_id_in_name
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
 
 def write_whole(
@@ -165,9 +165,7 @@ def remove_replaced(
     removed = []
     names = replaced if is_object(directory) else os.listdir(directory)
     for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
-        # All files of the published save are whole: nobody needs what a killed process has written of one.
-        is_left_over = is_temporary_name(name) and save_id_in_name(name) == published
-        ours = name in replaced or is_left_over or published.follows(name)
+        ours = name in replaced or published.follows(name)
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
             (directory / name).unlink(missing_ok=True)
             removed.append(name)

@@ -151,11 +151,6 @@ def save_id_in_name(name: str) -> SaveId | None:
     return SaveId(int(match["run"], 16), int(match["ordinal"]))
 
 
-def is_temporary_name(name: str) -> bool:
-    """Returns whether a file of this name was to be renamed once it was whole."""
-    return _TEMPORARY_NAME.fullmatch(name) is not None
-
-
 def is_data_file_name(name: str) -> bool:
     """Returns whether `name` is a data file's: a plain name, so nothing outside the directory."""
     return _DATA_NAME.fullmatch(name) is not None

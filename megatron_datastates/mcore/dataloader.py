@@ -92,12 +92,17 @@ class LoopDataLoader:
         return DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores).entries()
 
     def restore(self, reader: StateReader) -> None:
-        """Restores the position of the attached loader; if another is to come, keeps it for that one."""
-        if self._attached is not None and not self._expects_another:
+        """Restores the position of the attached loader; if there is none, keeps it for the one to come."""
+        if self._attached is not None:
             self._attached.restore(reader)
         else:
             rank, ranks, _ = _place()
-            self._attached, self._loaded = None, _Loaded(reader, key_of(rank, ranks))
+            self._loaded = _Loaded(reader, key_of(rank, ranks))
+
+    def drop_replaced(self) -> None:
+        """Lets go of the attached loader if another one is to come: the position to be loaded is for that."""
+        if self._expects_another:
+            self._attached = None
 
     def expect_loader(self, *, is_resume: bool) -> None:
         """Lets another loader be attached: a loop that loads again makes its loader again.

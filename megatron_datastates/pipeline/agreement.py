@@ -11,7 +11,6 @@ some ranks only, and NCCL deadlocks where communicators are used in different or
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -171,16 +170,24 @@ class Collectives:
     def share(self, value: T) -> list[T]:
         """Returns the values of all ranks, in their order. Pickles them; waits for all ranks.
 
-        They go by way of rank 0, and take no more memory than they have together. In torch's
-        all_gather_object each takes as much as the largest, on the device.
+        They take no more memory than they have together: in torch's all_gather_object each takes as much as
+        the largest, on the device.
         """
         if not self.distributed:
             return [value]
         data = pickle.dumps(value)
-        sizes = np.frombuffer(self.start_gather(len(data).to_bytes(8, "little")).result(), "<u8").tolist()
-        joined = b"".join(self.gather_to_first(data, sizes).result())
-        everyone = io.BytesIO(self.send_from_first(joined, sum(sizes)).result())
-        return [pickle.loads(everyone.read(size)) for size in sizes]
+        sizes = np.frombuffer(self.start_gather(len(data).to_bytes(8, "little")).result(), "<u8")
+        ends = np.cumsum(-(-sizes.astype(np.int64) // 4)).tolist()  # whole numbers, as in `start_gather`
+        own = _tensor_of(data + bytes(-len(data) % 4)).view(torch.int32)
+        begin, total, step = ends[self.rank] - own.numel(), ends[-1], _ROUND_BYTES // 4
+        joined = bytearray()
+        for at in range(0, total, step):
+            self._count("share")
+            first = min(max(begin - at, 0), step)
+            mine = own[max(at - begin, 0) : max(at + step - begin, 0)]
+            joined += self._start(mine, first, min(step, total - at), _bytes_of).result()
+        begins = [0, *(4 * end for end in ends[:-1])]
+        return [pickle.loads(joined[at : at + size]) for at, size in zip(begins, sizes.tolist(), strict=True)]
 
     def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> PollableResult[list[bytes]]:
         """Asks for every rank's bytes on rank 0, of the lengths that all ranks know; for nothing elsewhere.
@@ -269,6 +276,10 @@ os.register_at_fork(after_in_child=lambda: _worlds_of_parents.append(_world()))
 def _tensor_of(data: bytes) -> torch.Tensor:
     held = bytearray(data)  # which torch may write into, unlike bytes
     return torch.frombuffer(held, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes_of(found: torch.Tensor) -> bytes:
+    return found.numpy().tobytes()
 
 
 class HostTransport:

@@ -6,7 +6,7 @@ read (load.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +16,12 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import is_on_current_device
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.plan.boxes import cut_box, overlaps_itself
+from megatron_datastates.plan.boxes import cut_box
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place
 
 _PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
-_PIECES = 4  # at a time
+_GROUP_BYTES = 32 << 20  # read at a time
 _COMPARED = 1 << 18  # elements at a time: comparing takes several times their memory
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -37,7 +37,8 @@ class _Piece(NamedTuple):
 def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
     """Fills tensors with slices of global ones. Lazy saves that still read the targets come first.
 
-    What cannot be read in place is converted through temporaries, of 32 MiB as they are stored.
+    What cannot be read in place is converted through temporaries of 32 MiB, or of the size of a tensor of a
+    subclass, such as a quantized one.
 
     Args:
         targets: by key, the slice that is wanted and a tensor of its shape, of any device.
@@ -60,11 +61,26 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
                 others += _pieces(checkpoint, key, place, target)
     reader = checkpoint.new_reader()
     checkpoint.read(scheduled, reader)
-    for at in range(0, len(others), _PIECES):
-        group = others[at : at + _PIECES]
+    for group in _groups(checkpoint, others):
         slices = [(piece.key, piece.offset, tuple(piece.target.shape)) for piece in group]
         for piece, found in zip(group, checkpoint.read_tensors(slices, reader), strict=True):
             copy_converted(piece.key, found, piece.target)
+
+
+def _groups(checkpoint: Checkpoint, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Groups pieces that are read together; a larger one is a group by itself."""
+    group: list[_Piece] = []
+    room = _GROUP_BYTES
+    for piece in pieces:
+        dtype = torch_dtype(checkpoint.index.tensor(piece.key).dtype, piece.key)
+        size = piece.target.numel() * dtype.itemsize
+        if group and size > room:
+            yield group
+            group, room = [], _GROUP_BYTES
+        group.append(piece)
+        room -= size
+    if group:
+        yield group
 
 
 def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> Iterator[_Piece]:
@@ -96,7 +112,8 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
             f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
         )
     is_plain = type(target) in _PLAIN
-    if is_plain and not target.is_contiguous() and overlaps_itself(target.shape, target.stride()):
+    is_expanded = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
+    if is_plain and is_expanded:
         raise MismatchError(
             f"tensor {key!r}: elements of the target share memory: pass one that was not expanded"
         )
@@ -154,12 +171,17 @@ def _first_lost(stored: torch.Tensor, found: torch.Tensor) -> Any:
 def _is_another(stored: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Returns which values have become others; digits after the first few do not count."""
     if found.is_floating_point() or found.is_complex():
-        return _is_finite(stored) & ~_is_finite(found)
+        lost = _is_finite(stored) & ~_is_finite(found)
+        if stored.is_floating_point():  # the largest number stands for infinity, as in masks
+            lost &= stored.abs() != torch.finfo(stored.dtype).max
+        if found.dtype is getattr(torch, "float8_e8m0fnu", None):  # has neither zero nor negative numbers
+            lost |= stored <= 0
+        return lost
     return torch.from_numpy(np.asarray(stored.numpy() != found.numpy()))  # by value, of any two kinds
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.ones(tensor.shape, dtype=torch.bool)
+        return torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
     narrow = {1: torch.float32, 4: torch.complex64 if tensor.is_complex() else tensor.dtype}
     return torch.isfinite(tensor.to(narrow.get(tensor.dtype.itemsize, tensor.dtype)))

@@ -266,7 +266,8 @@ class Checkpoint:
 
         if stored == wanted:
             return True
-        if not torch.can_cast(stored, wanted):
+        is_bool = wanted is torch.bool and not (stored.is_floating_point or stored.is_complex)
+        if not (is_bool or torch.can_cast(stored, wanted)):
             raise MismatchError(f"tensor {key!r} was saved as {stored} and cannot become {wanted}")
         is_exact = stored is torch.bool or not (wanted.is_floating_point or wanted.is_complex)
         if wanted.itemsize <= stored.itemsize and not is_exact:
@@ -281,7 +282,7 @@ class Checkpoint:
         entry = self.index.tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         reads = self._whole_reads(key, entry, offset, shape)
-        target = torch.empty(shape, dtype=torch_dtype(entry.dtype, key))
+        target = torch.empty(shape, dtype=torch_dtype(entry.dtype, key), device="cpu")
         return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def plan_into(

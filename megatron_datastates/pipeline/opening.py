@@ -11,14 +11,13 @@ from pathlib import Path
 from megatron_datastates.engine.reader import read_ranges, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, NotACheckpointError, StorageError
 from megatron_datastates.files import MANIFEST_BYTES, is_object
-from megatron_datastates.format.directory import BACKEND, TORCH_DIST_INDEX
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import DecodedEntries, Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.damage import why_no_checkpoint
-from megatron_datastates.pipeline.runs import format_of, is_published, stored_backend
+from megatron_datastates.pipeline.runs import is_published
 
 # Decoded entries of open indexes, by SHA-256: most checkpoints of a run have the same index.
 _decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDictionary()
@@ -54,12 +53,6 @@ def read_manifest(path: Path) -> Manifest:
         reason = why_no_checkpoint(path)
         if not is_published(path):  # a save may have published it just now
             raise NotACheckpointError(reason)
-    index = path / TORCH_DIST_INDEX
-    if index.exists() and stored_backend(path) is None and format_of(path) != BACKEND:
-        raise NotACheckpointError(
-            f"{path} was saved again in DCP's own format: {index.name} is newer than {MANIFEST_NAME}. Load "
-            f"it with FileSystemReader, or remove {index.name} to read what was saved before"
-        )
     data = read_small(path / MANIFEST_NAME, MANIFEST_BYTES)
     return Manifest.decode(data, str(path / MANIFEST_NAME))
 

@@ -2,8 +2,7 @@
 
 A checkpoint has the format that its metadata.json names. It is also ours if it has our manifest, if
 metadata.json is missing or torch_dist's, and if there is no index of torch_dist: then a save was published,
-and the process died before metadata.json was written. It is complete. Without metadata.json, of both indexes
-the later one counts: DCP writes no metadata.json, and saves in either format may follow each other.
+and the process died before metadata.json was written. It is complete.
 
 Nothing here imports torch or the native module: Megatron's processes look at other formats' directories, too.
 """
@@ -105,20 +104,8 @@ def format_of(directory: str | os.PathLike[str]) -> str | None:
         return backend
     index = path_of(directory) / TORCH_DIST_INDEX
     if index.is_file() if is_object(index) else os.path.exists(index):  # noqa: PTH110 - which raises nothing
-        is_ours = backend is None and _is_later(path_of(directory) / MANIFEST_NAME, index)
-        return BACKEND if is_ours else TORCH_DIST
+        return TORCH_DIST
     return BACKEND if is_published(directory) else backend
-
-
-def _is_later(manifest: Path, index: Path) -> bool:
-    """Returns whether our manifest was written later than the index of another save in the same directory.
-
-    A kill right after publishing leaves what the save was to replace.
-    """
-    try:
-        return not is_object(manifest) and manifest.stat().st_mtime_ns >= index.stat().st_mtime_ns
-    except OSError:
-        return False
 
 
 def require_readable(directory: str | os.PathLike[str]) -> None:

@@ -412,8 +412,10 @@ _closes_early = False
 
 def _plain(iteration: Any) -> Any:
     """Returns numpy's integers as Python's, which the manifest can have, and all else as it is."""
-    is_integer = hasattr(iteration, "__index__") and not isinstance(iteration, bool)
-    return operator.index(iteration) if is_integer else iteration
+    try:
+        return iteration if isinstance(iteration, bool) else operator.index(iteration)
+    except Exception:  # it is no integer: the save is refused on all ranks
+        return iteration
 
 
 def _check_iteration(iteration: Any) -> None:

@@ -236,6 +236,18 @@ def test_a_loader_that_was_attached_before_the_load_stays_attached(
     assert [entry.value for entry in loop.entries()] == ["here"]
 
 
+def test_a_load_outside_of_the_loop_restores_the_loader_that_is_attached(
+    loop: LoopDataLoader, load_checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_of(1, tmp_path / "c")
+    loader = Plain()
+    loop.attach(loader, strict=True, restore=True)
+    load_checkpoint()
+    loop.restore(PrefixReader(ds.open(tmp_path / "c"), "data"))
+    assert loader.position == {"at": 0}
+    assert [entry.value for entry in loop.entries()] == [{"at": 0}], "later checkpoints have its position"
+
+
 def test_a_load_forgets_the_position_of_an_earlier_one(
     loop: LoopDataLoader, load_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -256,6 +268,7 @@ def test_a_position_that_is_loaded_after_a_restart_is_for_the_next_loader(
     before, after = Plain("of the attempt before"), Plain()
     loop.attach(before, strict=True, restore=True)
     load_checkpoint()
+    loop.drop_replaced()
     loop.restore(PrefixReader(ds.open(tmp_path / "c"), "data"))
     assert loop.attach(after, strict=True, restore=True)
     assert (before.position, after.position) == ("of the attempt before", {"at": 0})

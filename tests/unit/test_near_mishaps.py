@@ -6,15 +6,19 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megatron_datastates.engine.atomic_files import temporary_beside
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.config import MIB
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.near import places, replicas, tier
+from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.pipeline.near import copying, places, recovery, replicas, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.repair import RepairRefusedError, repair
@@ -22,6 +26,7 @@ from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_two_files_a_rank import Shards, adapter_of
 
 SECONDS = 30.0
 OTHER_RUN = 0xB
@@ -56,7 +61,8 @@ def test_after_a_restart_within_the_process_later_saves_are_the_newer_ones(tmp_p
 
 def test_what_is_complete_first_of_two_worlds_does_not_replace_the_later_one(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, {}, {"faults": "drain write:0:EIO"})
-    nodes.save(3)
+    for iteration in (1, 2, 3):
+        nodes.save(iteration)
     restart(nodes)
     nodes.save(4)
     (file,) = nodes.near(1, 3).glob("data-00001-*")
@@ -78,10 +84,53 @@ def test_nodes_agree_on_which_save_is_drained_after_one_has_joined_in_a_restart(
     assert not nodes.is_far(1)
 
 
+def test_the_tracker_follows_the_order_in_which_saves_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first save after a restart went to --save right away; then the drain brings one from before it."""
+    monkeypatch.setattr(training_near, "_tracked", {})
+    for iteration in (5, 10, 20):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    before, after = SaveId(1, 7), SaveId(OTHER_RUN, 1)
+    for save_id, iteration, number, tracked in [
+        (after, 10, 1, "10"),
+        (before, 5, 0, "10"),
+        (after, 20, 2, "20"),
+    ]:
+        training_near._track(tmp_path, iteration, save_id, None, number)
+        assert (tmp_path / TRACKER_NAME).read_text() == tracked
+
+
+@pytest.mark.parametrize("which", ["look", "plan"])
+def test_a_recovery_without_threads_takes_longer_and_nothing_older(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, near_keep=2, faults="drain write:0:EIO")
+    nodes.save(3)
+    nodes.save(4)
+    abandon(nodes)
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **named: Any) -> Any:
+            if self._max_workers == (1 if which == "look" else 16):
+                raise RuntimeError("can't start new thread")
+            return super().submit(*arguments, **named)
+
+    monkeypatch.setattr(recovery, "ThreadPoolExecutor", Pool)
+    cluster = Cluster(monkeypatch, nodes.roots)
+    if which == "look":
+        assert cluster.recover(nodes.run)[0] == 4
+        nodes.check(4)
+        return
+    with pytest.raises(StorageError, match=r"could not be brought to .*can't start new thread"):
+        cluster.recover(nodes.run)
+    assert not nodes.is_far(3) and not (nodes.run / TRACKER_NAME).exists()
+
+
 # -- damage -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("how", ["flipped", "flipped in a section", "truncated", "missing"])
 def test_a_node_with_a_damaged_index_does_not_publish(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +138,11 @@ def test_a_node_with_a_damaged_index_does_not_publish(
     (path,) = nodes.near(0, 3).glob("index-*")
     data = path.read_bytes()
     if how == "flipped":
-        flip(path, len(data) // 2)
+        flip(path, 10)
+    elif how == "flipped in a section":
+        manifest = manifest_in(nodes.near(0, 3))
+        assert manifest is not None
+        flip(path, manifest.index.directory_bytes + 1)
     elif how == "truncated":
         path.write_bytes(data[:-10])
     else:
@@ -121,20 +174,6 @@ def test_what_is_checked_is_not_what_a_near_tier_has_of_it(
     (nodes.directory(3) / MANIFEST_NAME).unlink()
     with pytest.raises(RepairRefusedError, match="it is not whole"):
         repair(nodes.directory(3))
-
-
-def test_a_copy_that_a_killed_drain_has_left_half_written_goes_with_publishing(tmp_path: Path) -> None:
-    nodes = killed(tmp_path)
-    save_id = published_in(nodes.near(0, 3))
-    assert save_id is not None
-    nodes.directory(3).mkdir(parents=True, exist_ok=True)
-    half = temporary_beside(nodes.directory(3) / save_id.data_file_name(0), save_id)
-    other = temporary_beside(nodes.directory(3) / "x", SaveId(77, 1))
-    for path in (half, other):
-        path.write_bytes(b"half")
-    recover(nodes)
-    nodes.check(3)
-    assert not half.exists() and other.exists(), "of another run, nothing is removed"
 
 
 # -- links --------------------------------------------------------------------------------------------------
@@ -208,20 +247,68 @@ def test_a_save_goes_with_files_of_earlier_ones_that_it_has_linked(tmp_path: Pat
     assert not folder.exists()
 
 
-def test_a_save_that_has_copies_stays_until_a_later_one_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_save_of_the_same_iteration_keeps_the_files_that_it_has_linked(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, link_from=MIB, drain_every=2)
+    for number in (0, 1):
+        states = [
+            Shards(rank, adapter_of(number), torch.arange(2.0 * MIB).reshape(-1, 1024)) for rank in (0, 1)
+        ]
+        assert nodes.ranks.save(nodes.directory(5), states).outcome is Outcome.PUBLISHED
+    eventually(lambda: nodes.is_far(5))
+    nodes.close()
+    for folder in (nodes.directory(5), nodes.near(0, 5)):
+        manifest = manifest_in(folder)
+        assert manifest is not None
+        assert [f.name for f in manifest.files if f.rank == 0 and not (folder / f.name).exists()] == []
+    assert verify(nodes.directory(5)).faults == []
+
+
+def test_a_folder_with_a_damaged_manifest_and_another_directory_goes(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    folder = nodes.near(0, 3)
+    save_id = published_in(folder)
+    assert save_id is not None
+    flip(folder / MANIFEST_NAME, 40)
+    remove_saves(folder, {save_id})
+    assert not folder.exists()
+    nodes.near(1, 3).joinpath("own").mkdir()
+    remove_saves(nodes.near(1, 3), {save_id})
+    assert [path.name for path in nodes.near(1, 3).iterdir()] == ["own"]
+
+
+def test_a_file_that_vanishes_in_save_keeps_no_later_checkpoint_from_it(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "drain write:1:EIO"})
+    nodes.save(1)
+    (file,) = nodes.near(0, 1).glob("data-00000-*")
+    eventually((nodes.directory(1) / file.name).exists)
+    time.sleep(0.6)  # rank 0 has seen it
+    shutil.rmtree(nodes.directory(1))
+    nodes.save(2)
+    eventually(lambda: nodes.is_far(2))
+    nodes.close()
+    nodes.check(2)
+
+
+@pytest.mark.parametrize("faults", ["", "drain write:0:EIO"], ids=["", "--save fails"])
+def test_a_save_that_has_copies_stays_until_a_later_one_is_as_safe(
+    faults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = Nodes(tmp_path, near_replicas=1, drain_every=10)
+    nodes = Nodes(tmp_path, near_replicas=1, drain_every=10, faults=faults)
     nodes.save(1)
     with monkeypatch.context() as patch:
         patch.setattr(replicas, "download", _unreachable)
         assert nodes.save(2).ranks_without_copies == 2
-    time.sleep(0.5)
-    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000001", "iter_0000002"]
-    nodes.save(3)
-    eventually(lambda: nodes.kept(0) == nodes.kept(1) == ["iter_0000003"])
+    if faults:
+        time.sleep(0.5)
+        assert nodes.kept(0) == nodes.kept(1) == ["iter_0000001", "iter_0000002"]
+        nodes.save(3)
+        eventually(lambda: nodes.kept(0)[0] == nodes.kept(1)[0] == "iter_0000002")
+        abandon(nodes)
+        return
+    eventually(lambda: nodes.is_far(2))  # though it is not the tenth
+    eventually(lambda: nodes.kept(0) == ["iter_0000002"])  # other nodes look when they save again
     nodes.close()
-    nodes.check(3)
+    nodes.check(2)
 
 
 def _unreachable(*arguments: object, **named: object) -> None:
@@ -237,7 +324,8 @@ def test_a_save_without_room_leaves_no_folder(tmp_path: Path, monkeypatch: pytes
     nodes.close()
 
 
-def test_the_limit_of_the_drain_ends_with_training(tmp_path: Path) -> None:
+def test_the_limit_of_the_drain_ends_with_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "PIECE_BYTES", 64 << 10)  # the first one never waits
     nodes = Nodes(tmp_path, drain_limit=1000)  # 2 MB a node would take half an hour
     nodes.save(1)
     nodes.close()

@@ -311,14 +311,26 @@ def test_a_target_within_its_source_is_refused(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["self", "modelopt/self"])
-def test_a_link_to_a_directory_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_a_link_to_a_directory_that_it_is_in_is_refused_by_name(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_with_dcp(source, {"a": torch.ones(3)})
     (source / "modelopt").mkdir()
-    (source / name).symlink_to(".")
-    with pytest.raises(StorageError, match=rf"source/{name} is a symbolic link to a directory.*: remove it"):
+    (source / name).symlink_to(source)
+    why = "is a symbolic link to a directory that it is in"
+    with pytest.raises(StorageError, match=rf"source/{name} {why}.*: remove it"):
         convert_to(source, tmp_path / "target")
     assert os.listdir(tmp_path) == ["source"]
+
+
+def test_what_a_link_to_another_directory_names_is_copied(tmp_path: Path) -> None:
+    source, tokenizer = tmp_path / "source", tmp_path / "tokenizer"
+    save_with_dcp(source, {"a": torch.ones(3)})
+    tokenizer.mkdir()
+    (tokenizer / "vocabulary.txt").write_text("one")
+    (source / "assets").mkdir()
+    (source / "assets" / "tokenizer").symlink_to(tokenizer)
+    convert_to(source, tmp_path / "target")
+    assert (tmp_path / "target" / "assets" / "tokenizer" / "vocabulary.txt").read_text() == "one"
 
 
 def test_a_pipe_in_a_directory_that_is_copied_is_one_error_with_its_name(tmp_path: Path) -> None:

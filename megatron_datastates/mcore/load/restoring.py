@@ -28,4 +28,6 @@ def restore_registered(checkpoint: Checkpoint) -> None:
             checkpoint.directory,
             name,
         )
+    if DATA_LOADER not in absent and state.current().in_training_loop:
+        LOOP.drop_replaced()
     restore(checkpoint, {name: provider for name, provider in providers.items() if name not in absent})

@@ -10,6 +10,7 @@ are Megatron's.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import tempfile
@@ -35,8 +36,8 @@ _is_ours = False  # the tracker, as of the last save
 _is_out_of_reach = False  # --save, as of the last save
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
-_tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
-_before_restart: set[int] = set()  # runs that another has followed in this process
+_numbers = itertools.count()  # of saves, in the order in which they began
+_tracked: dict[Path, int] = {}  # by run: the save that its tracker names, if this process has written it
 
 
 @contextlib.contextmanager
@@ -155,20 +156,16 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
     if iteration is None or not args.save or checkpoint.absolute().parent != path_of(args.save).absolute():
         return None
     interval = getattr(args, "save_retain_interval", None)
-    return lambda save_id: _track(checkpoint.absolute().parent, iteration, save_id, interval)
+    number = next(_numbers)
+    return lambda save_id: _track(checkpoint.absolute().parent, iteration, save_id, interval, number)
 
 
-def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | None) -> None:
-    last = _tracked.get(run)
-    if save_id.run_id in _before_restart or (
-        last is not None and last.run_id == save_id.run_id and last.ordinal > save_id.ordinal
-    ):
+def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | None, number: int) -> None:
+    if _tracked.get(run, number) > number:
         return  # a save that was drained later than the one that followed it
-    if last is not None and last.run_id != save_id.run_id:
-        _before_restart.add(last.run_id)
     before = tracked_iteration(run / TRACKER_NAME)
     write_whole(run / TRACKER_NAME, str(iteration).encode(), Faults(""), save_id)
-    _tracked[run] = save_id
+    _tracked[run] = number
     if retain_interval is None or not before or before == iteration or before % retain_interval == 0:
         return
     directory = run / iteration_name(before)

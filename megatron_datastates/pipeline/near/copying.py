@@ -41,23 +41,27 @@ class Limit:
     """A limit on bytes a second, shared by threads. 0: no limit."""
 
     def __init__(self, bytes_per_second: int) -> None:
-        self._rate = bytes_per_second
-        self._free_at = time.monotonic()
         self._lock = threading.Lock()
+        self._is_lifted = threading.Event()
+        self.set(bytes_per_second)
 
-    def lift(self) -> None:
-        """Ends the limit for what is taken from now on."""
-        self._rate = 0
+    def set(self, bytes_per_second: int) -> None:
+        """Sets another limit. Without one, nobody waits any more."""
+        with self._lock:
+            self._rate, self._free_at = bytes_per_second, time.monotonic()
+        if bytes_per_second:
+            self._is_lifted.clear()
+        else:
+            self._is_lifted.set()
 
     def take(self, count: int) -> None:
         """Waits until so many bytes may be moved."""
-        rate = self._rate
-        if not rate:
-            return
         with self._lock:
+            if not self._rate:
+                return
             begin = max(self._free_at, time.monotonic())
-            self._free_at = begin + count / rate
-        time.sleep(max(begin - time.monotonic(), 0.0))
+            self._free_at = begin + count / self._rate
+        self._is_lifted.wait(max(begin - time.monotonic(), 0.0))
 
 
 def is_whole(path: Path, manifest: Manifest, entry: FileEntry) -> bool:

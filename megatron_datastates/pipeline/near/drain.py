@@ -180,12 +180,12 @@ class Drain:
             return
         with self._changed:
             newest = self._kept[-1] if self._kept else None
-            if newest is not None and not newest.is_drained and not abandon:
-                newest.is_drained = True
-                self._to_copy.append(newest)
+        if newest is not None and not abandon:
+            self._drain_now(newest)
+        with self._changed:
             pending = [*self._to_copy, *self._to_commit]
             self._closing, self._abandoned = True, abandon
-            self._limit.lift()  # training is over, and the job waits for this
+            self._limit.set(0)  # training is over, and the job waits for this
             self._changed.notify_all()
         if pending and not abandon:
             logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
@@ -203,6 +203,13 @@ class Drain:
                 left[-1].far.parent,
             )
 
+    def _drain_now(self, save: NearSave) -> None:
+        """Drains a save that was to stay near."""
+        with self._changed:
+            if not save.is_drained:
+                save.is_drained = True
+                self._to_copy.append(save)
+
     def finish_objects(self) -> None:
         """Does the same if checkpoints go to an object store, and takes further saves afterwards.
 
@@ -215,6 +222,7 @@ class Drain:
         with self._changed:
             if self._thread is not None and self._thread.join(0):
                 self._thread, self._closing = None, False
+                self._limit.set(self._options.drain_limit)
 
     def _stalled_seconds(self) -> float:
         with self._changed:
@@ -363,6 +371,9 @@ class Drain:
     def _is_complete(self, save: NearSave) -> bool:
         try:
             missing = missing_data_files(save.far, save.small_files.manifest, save.found)
+            if not missing and not is_object(save.far):  # what was there may have been taken away since
+                save.found.clear()
+                missing = missing_data_files(save.far, save.small_files.manifest, save.found)
             there = arrived_bytes(save.far, save.save_id) if self._closing else 0
         except Exception as error:
             self._pause(save, error)
@@ -424,8 +435,13 @@ class Drain:
             later = kept[number + 1 :]
             if save in busy or (save.is_drained and not any(map(_is_in_place, [save, *later]))):
                 continue
-            if save.has_copies and not any(one.has_copies or _is_in_place(one) for one in later):
-                continue  # the next loss of a node would cost all of the later ones
+            if save.has_copies and not (
+                any(one.has_copies for one in later) or any(map(_is_in_place, [save, *later]))
+            ):
+                # The loss of a node would cost all of the later ones; and there may be no room for copies
+                # before this one goes.
+                self._drain_now(later[-1])
+                continue
             with self._changed:
                 self._kept = [one for one in self._kept if one is not save]
             if save.near is not None:

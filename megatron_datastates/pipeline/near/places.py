@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import secrets
 import shutil
 import socket
 from collections import Counter
@@ -29,6 +30,7 @@ from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
+from megatron_datastates.pipeline.presence import names_in
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.stores import remove_below
 
@@ -196,20 +198,43 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def _take_manifest(folder: Path, save_ids: Collection[SaveId]) -> tuple[set[str], set[str]]:
+    """Removes the manifest from a folder if it is of one of these saves, or damaged. Raises OSError.
+
+    Returns:
+        What it has named; and what another one names, which stays.
+    """
+    path, nothing = folder / MANIFEST_NAME, set[str]()
+    aside = folder / f".datastates-{MANIFEST_NAME}-{secrets.token_hex(4)}.tmp"
+    try:
+        found = read_regular(path, MANIFEST_BYTES)
+        with contextlib.suppress(DataStatesError):
+            manifest = Manifest.decode(found, str(path))
+            if manifest.save_id not in save_ids:
+                return nothing, manifest.names
+        path.rename(aside)
+        if aside.read_bytes() != found:  # a save has published there meanwhile
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+            aside.unlink()
+            return nothing, names_in(path.read_bytes())
+        aside.unlink()
+    except FileNotFoundError:
+        return nothing, nothing
+    return names_in(found), nothing
+
+
 def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
     """Removes saves' files from a checkpoint's folder, with what no other save needs there. Raises OSError.
 
     Another save may be writing there: what comes while this looks is left.
     """
-    manifest, linked = manifest_in(folder), set[str]()
-    if manifest is not None and manifest.save_id in save_ids:
-        linked = manifest.names  # files of earlier saves are among them
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    linked, kept = _take_manifest(folder, save_ids)
     names = {name: save_id_in_name(name) for name in os.listdir(folder)}
     others = {name for name, own in names.items() if own is not None and own not in save_ids} - linked
     is_alone = MANIFEST_NAME not in names and not others
     for name, own in names.items():
-        if own in save_ids or is_alone:
+        if (own in save_ids or is_alone) and name not in kept and not (folder / name).is_dir():
             (folder / name).unlink(missing_ok=True)  # the saves themselves remove some
     if is_alone:
         with contextlib.suppress(OSError):  # it is not empty any more

@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,7 +71,8 @@ class _Plan:
     manifest: Manifest | None = None
     copies: dict[int, list[FileEntry]] = dataclasses.field(default_factory=dict)  # by rank
     lost: list[str] = dataclasses.field(default_factory=list)  # data files that are nowhere
-    error: str = ""
+    error: str = ""  # why there is no manifest
+    failure: str = ""  # what went wrong, though nothing may be lost
 
 
 def bring_home(
@@ -217,6 +218,8 @@ class _Recovery:
         copied = from_copies = 0
         while True:
             plan = self._plan_of(publisher, name, holders, damaged)
+            if plan.failure:
+                raise self._cannot_bring(plan.failure)
             if plan.lost:
                 return plan, _Outcome(False, _why_left(plan.lost, damaged))
             found = self._together(functools.partial(self._copy, name, plan))
@@ -240,14 +243,18 @@ class _Recovery:
             try:
                 return self._plan(name, holders, damaged)
             except Exception as error:  # which the other ranks have to know
-                return _Plan(error=f"rank {self.rank}: {error}")
+                return _Plan(failure=f"rank {self.rank}: {error}")
 
         return self._collectives.share(self._while_polling(planned))[publisher] or _Plan()
 
     def _while_polling(self, work: Callable[[], Shared]) -> Shared:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
         with ThreadPoolExecutor(1, "datastates-recovery") as thread:
-            share = thread.submit(work)
+            try:
+                share = thread.submit(work)
+            except RuntimeError:  # no thread can be started: the other ranks poll meanwhile
+                share = Future()
+                share.set_result(work())
             while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
                 time.sleep(_POLL_SECONDS)
         return share.result()
@@ -275,11 +282,14 @@ class _Recovery:
         if lost:
             raise SourceError(lost[0])
         if failed:
-            raise StorageError(
-                f"what the near tiers hold could not be brought to {self._run}: {failed[0][0]}: see to that, "
-                "or leave out --datastates-near to load what is there"
-            )
+            raise self._cannot_bring(failed[0][0])
         return {key: text for _, _, damaged in outcomes for key, text in damaged.items()}
+
+    def _cannot_bring(self, why: str) -> StorageError:
+        return StorageError(
+            f"what the near tiers hold could not be brought to {self._run}: {why}: see to that, or leave out "
+            "--datastates-near to load what is there"
+        )
 
     def _plan(self, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:
         manifest = manifest_in(self._folder / name)
