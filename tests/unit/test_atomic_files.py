@@ -14,7 +14,7 @@ from megatron_datastates.engine import atomic_files
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import OptionError
-from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.format.directory import FILES_OF_TORCH_DIST, METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
 NONE = Faults("")
@@ -174,3 +174,13 @@ def test_a_plan_that_could_never_happen_is_refused():
 def test_an_empty_plan_does_nothing():
     for _ in range(3):
         NONE.point("write manifest")
+
+
+def test_of_a_checkpoint_that_is_replaced_the_index_goes_first(tmp_path, monkeypatch):
+    """A kill in between leaves data that no index names, and no index without its data."""
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (tmp_path / name).touch()
+    gone, unlink = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **how: (gone.append(path.name), unlink(path, **how)))
+    remove_replaced(tmp_path, set(), SaveId(1, 1), (), FILES_OF_TORCH_DIST)
+    assert gone[0] == ".metadata" and len(gone) == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +88,34 @@ def test_a_quantized_target_is_filled_as_a_whole(tmp_path: Path, monkeypatch: py
     assert torch.equal(target.whole, torch.arange(4.0))
 
 
+def test_a_target_of_interleaved_rows_is_filled(tmp_path: Path) -> None:
+    target = torch.as_strided(torch.zeros(80), (4, 6), (3, 4))  # without overlaps, which is hard to see
+    ds.load(saved(tmp_path / "c", torch.arange(24.0).reshape(4, 6)), into={"w": target})
+    assert torch.equal(target, torch.arange(24.0).reshape(4, 6))
+
+
+def test_pieces_are_read_in_groups_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_GROUP_BYTES", 1 << 20)
+    monkeypatch.setattr(filling, "_PIECE_BYTES", 1 << 18)
+    groups: list[int] = []
+    read = Checkpoint.read_tensors
+
+    def noted(checkpoint: Checkpoint, slices: Any, reader: Any = None) -> Any:
+        found = read(checkpoint, slices, reader)
+        groups.append(sum(tensor.nbytes for tensor in found))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read_tensors", noted)
+    state = {"a": torch.ones(300_000), "b": torch.ones(2 << 20), "c": torch.ones(10)}
+    ds.save(state, tmp_path / "c", **SMALL)
+    into: dict[str, Any] = {name: torch.zeros(one.shape, dtype=torch.bfloat16) for name, one in state.items()}
+    into["b"] = into["b"].as_subclass(Scaled)
+    ds.load(tmp_path / "c", into=into)
+    assert torch.equal(into["a"], torch.ones(300_000, dtype=torch.bfloat16))
+    assert max(groups) == 8 << 20, "one of a subclass is read whole, and alone"
+    assert all(size <= 1 << 20 for size in groups if size != 8 << 20) and sum(groups) == 1_200_040 + (8 << 20)
+
+
 # -- conversion -------------------------------------------------------------------------------------------
 
 
@@ -103,6 +129,8 @@ def test_a_quantized_target_is_filled_as_a_whole(tmp_path: Path, monkeypatch: py
         (torch.tensor([1e6]), torch.float16),
         (torch.tensor([1e6]), torch.float8_e4m3fn),
         (torch.tensor([100_000]), torch.float16),
+        (torch.tensor([3, 1], dtype=torch.uint8), torch.bool),
+        (torch.tensor([1.0, -2.0]), torch.float8_e8m0fnu),
     ],
     ids=str,
 )
@@ -122,6 +150,8 @@ def test_values_that_a_dtype_does_not_have_are_refused(
         (torch.tensor([1.5, float("inf"), float("nan")]), torch.bfloat16),
         (torch.randn(1000, generator=torch.Generator().manual_seed(1)), torch.float8_e5m2),
         (torch.tensor([True, False]), torch.float32),
+        (torch.tensor([1, 0], dtype=torch.uint8), torch.bool),
+        (torch.tensor([torch.finfo(torch.float32).min, 1.0]), torch.bfloat16),
         (torch.arange(100).to(torch.uint16), torch.int64),
         (torch.arange(6.0).reshape(2, 3), torch.complex64),
     ],
@@ -199,7 +229,7 @@ def test_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
 # -- saves ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [6.0, "5", True, -1, 1 << 63])
+@pytest.mark.parametrize("wrong", [6.0, "5", True, -1, 1 << 63, torch.tensor(5.5), np.array([1, 2])], ids=str)
 def test_an_iteration_that_no_load_accepts_is_refused_and_nothing_replaced(
     wrong: Any, tmp_path: Path
 ) -> None:
@@ -238,23 +268,3 @@ def test_a_load_waits_for_lazy_saves_of_the_memory_that_it_fills(tmp_path: Path)
     handle.wait()
     assert torch.equal(ds.load(tmp_path / "lazy")["w"], before)
     assert torch.equal(state, torch.full((1 << 20,), 5.0))
-
-
-# -- two formats in one directory -------------------------------------------------------------------------
-
-
-def test_of_saves_in_two_formats_the_later_one_counts(tmp_path: Path) -> None:
-    directory = tmp_path / "c"
-    dcp.save({"w": torch.zeros(4)}, checkpoint_id=directory, no_dist=True)
-    index = (directory / ".metadata").read_bytes()
-    time.sleep(0.02)
-    saved(directory, torch.ones(4))
-    (directory / ".metadata").write_bytes(index)  # as after a kill before it was removed
-    ours, old = (directory / "datastates.manifest").stat(), (directory / ".metadata")
-    os.utime(old, ns=(ours.st_mtime_ns - 10**9, ours.st_mtime_ns - 10**9))
-    target = torch.zeros(4)
-    load("dcp", directory, target)
-    assert target.tolist() == [1.0] * 4 == ds.load(directory)["w"].tolist()
-    os.utime(old, ns=(ours.st_mtime_ns + 10**9, ours.st_mtime_ns + 10**9))
-    with pytest.raises(ds.errors.NotACheckpointError, match="was saved again in DCP's own format"):
-        ds.load(directory)
