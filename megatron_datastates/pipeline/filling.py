@@ -22,7 +22,7 @@ from megatron_datastates.providers.base import Place
 
 _PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
 _GROUP_BYTES = 32 << 20  # read at a time
-_COMPARED = 1 << 18  # elements at a time: comparing takes several times their memory
+_COMPARED = 1 << 18  # elements at a time: numpy makes both of one kind
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -134,8 +134,7 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
         stored: in host memory.
 
     Raises:
-        MismatchError: the target's dtype does not have one of these values: an integer out of its range, or a
-            number that would become infinite or NaN. Digits may be lost.
+        MismatchError: the target's dtype does not have one of these integers.
     """
     if stored.dtype != target.dtype and type(target) in _PLAIN:
         found = _converted(key, stored, target.dtype)
@@ -160,28 +159,14 @@ def _converted(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def _first_lost(stored: torch.Tensor, found: torch.Tensor) -> Any:
-    """Returns the first of these values that has become another; None if there is none."""
+    """Returns the first of these integers that has become another; None if there is none.
+
+    Floats become what torch makes of them, rounded or infinite, as in torch_dist's loads.
+    """
+    if any(one.is_floating_point() or one.is_complex() for one in (stored, found)):
+        return None
     for before, after in zip(stored.split(_COMPARED), found.split(_COMPARED), strict=True):
-        wrong = _is_another(before, after)
+        wrong = np.asarray(before.numpy() != after.numpy())  # by value, of any two kinds
         if wrong.any():
-            return before[wrong][0].item()
+            return before.numpy()[wrong][0].item()
     return None
-
-
-def _is_another(stored: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Returns which values have become others; digits after the first few do not count."""
-    if found.is_floating_point() or found.is_complex():
-        lost = _is_finite(stored) & ~_is_finite(found)
-        if stored.is_floating_point():  # the largest number stands for infinity, as in masks
-            lost &= stored.abs() != torch.finfo(stored.dtype).max
-        if found.dtype is getattr(torch, "float8_e8m0fnu", None):  # has neither zero nor negative numbers
-            lost |= stored <= 0
-        return lost
-    return torch.from_numpy(np.asarray(stored.numpy() != found.numpy()))  # by value, of any two kinds
-
-
-def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.ones(tensor.shape, dtype=torch.bool, device="cpu")
-    narrow = {1: torch.float32, 4: torch.complex64 if tensor.is_complex() else tensor.dtype}
-    return torch.isfinite(tensor.to(narrow.get(tensor.dtype.itemsize, tensor.dtype)))

@@ -257,7 +257,7 @@ class Checkpoint:
         return targets
 
     def is_same_dtype(self, key: str, stored: torch.dtype, wanted: torch.dtype) -> bool:
-        """Returns whether a tensor is loaded with its stored dtype; notes those that may lose digits.
+        """Returns whether a tensor is loaded with its stored dtype; notes those that may be rounded.
 
         Raises:
             MismatchError: stored values cannot become the dtype that is wanted: floats no integers, for one.

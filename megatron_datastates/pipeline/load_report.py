@@ -77,7 +77,7 @@ def _warn_of_rounding(checkpoint: Checkpoint | None) -> None:
         return
     key, dtypes = next(iter(checkpoint.rounded.items()))
     logger.warning(
-        "%d of the tensors loaded from %s may have lost digits: %r, for one, was loaded from %s",
+        "%d of the tensors loaded from %s may have been rounded: %r, for one, was loaded from %s",
         len(checkpoint.rounded),
         checkpoint.directory,
         key,

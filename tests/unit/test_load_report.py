@@ -84,10 +84,10 @@ def test_a_load_into_a_narrower_dtype_says_so_once(
     assert report["rounded_tensors"] == rounded
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     expected = (
-        f"1 of the tensors loaded from {directory} may have lost digits: "
+        f"1 of the tensors loaded from {directory} may have been rounded: "
         "'weight', for one, was loaded from float32 as bfloat16"
     )
-    assert [text for text in warnings if "digits" in text] == [expected] * rounded
+    assert [text for text in warnings if "rounded" in text] == [expected] * rounded
 
 
 def test_dcp_does_not_make_integers_of_floats(saved: tuple[Path, Path, dict[str, Any]]) -> None:
