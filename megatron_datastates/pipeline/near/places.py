@@ -30,7 +30,6 @@ from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
-from megatron_datastates.pipeline.presence import names_in
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.stores import remove_below
 
@@ -207,21 +206,25 @@ def _take_manifest(folder: Path, save_ids: Collection[SaveId]) -> tuple[set[str]
     path, nothing = folder / MANIFEST_NAME, set[str]()
     aside = folder / f".datastates-{MANIFEST_NAME}-{secrets.token_hex(4)}.tmp"
     try:
-        found = read_regular(path, MANIFEST_BYTES)
-        with contextlib.suppress(DataStatesError):
-            manifest = Manifest.decode(found, str(path))
-            if manifest.save_id not in save_ids:
-                return nothing, manifest.names
+        found, manifest = read_regular(path, MANIFEST_BYTES), manifest_in(folder)
+        if manifest is not None and manifest.save_id not in save_ids:
+            return nothing, manifest.names
         path.rename(aside)
         if aside.read_bytes() != found:  # a save has published there meanwhile
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-            aside.unlink()
-            return nothing, names_in(path.read_bytes())
+            try:
+                os.link(aside, path)  # never in place of a newer one
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                if not path.exists():
+                    aside.rename(path)
+            aside.unlink(missing_ok=True)
+            newer = manifest_in(folder)
+            return nothing, newer.names if newer is not None else nothing
         aside.unlink()
     except FileNotFoundError:
         return nothing, nothing
-    return names_in(found), nothing
+    return manifest.names if manifest is not None else nothing, nothing
 
 
 def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
