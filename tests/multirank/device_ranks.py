@@ -79,6 +79,20 @@ def collectives_alone(folder: str) -> None:
     report(folder)
 
 
+def values_shared(transport: str, folder: str) -> None:
+    """Shares values of very different sizes, in rounds that cut them."""
+    enter(transport)
+    collectives = agreement.Collectives()
+    rank, ranks = collectives.rank, collectives.size
+    agreement._ROUND_BYTES = 64
+    for longest in range(ranks):
+        value = {"rank": rank, "long": list(range(500))} if rank == longest else None
+        expected = [{"rank": n, "long": list(range(500))} if n == longest else None for n in range(ranks)]
+        assert collectives.share(value) == expected
+    assert collectives.share("x" * (rank * 37)) == ["x" * (n * 37) for n in range(ranks)]
+    report(folder)
+
+
 def saves(root: str, transport: str, folder: str) -> None:
     """Saves one layout three times; the indexes are gathered in several rounds."""
     device = enter(transport)

@@ -21,6 +21,12 @@ def test_results_arrive_late_and_share_no_memory(world: World, ranks: int) -> No
 
 @either
 @several
+def test_values_of_any_sizes_are_shared(world: World, ranks: int, transport: str) -> None:
+    world.run("device_ranks:values_shared", transport, ranks=ranks)
+
+
+@either
+@several
 def test_saves_are_published_with_exactly_these_calls(
     world: World, tmp_path: Path, ranks: int, transport: str
 ) -> None:
