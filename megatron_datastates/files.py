@@ -115,6 +115,18 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def put_back(renamed: Path, path: Path) -> None:
+    """Renames a file back to `path`, unless a newer one is there. Raises OSError."""
+    try:
+        os.link(renamed, path)  # which replaces nothing
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not path.exists():
+            renamed.rename(path)
+    renamed.unlink(missing_ok=True)
+
+
 def is_in_memory(path: Path, samples: int = 16) -> bool:
     """Returns whether the page cache has a file, as far as samples show; False where that cannot be asked."""
     try:

@@ -21,7 +21,7 @@ class SeekableReads(io.RawIOBase):
         self._at = 0
 
     def read_at(self, offset: int, target: memoryview) -> int:
-        """Reads a part that is within the file. Returns how many bytes it got: fewer where it likes to."""
+        """Reads a part that is within the file. Returns how many bytes were read, at least one."""
         raise NotImplementedError  # each kind has its own
 
     def readable(self) -> bool:

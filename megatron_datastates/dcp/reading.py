@@ -341,14 +341,16 @@ class FragmentFinder:
     def __call__(self, entry: TensorEntry, index: MetadataIndex) -> int:
         """Returns the number of the fragment with elements at the offset of `index`. Raises FormatError."""
         found = _hinted(entry, index)
-        if found is not None or self._asked.get(index.fqn, 0) < _MANY:
-            return find_fragment(entry, index) if found is None else found
+        if found is not None:
+            return found
+        if self._asked.get(index.fqn, 0) < _MANY:
+            return find_fragment(entry, index)
         if index.fqn not in self._numbers:
             # Of several at one offset, the largest counts: the others have no elements.
             order = np.argsort(entry.file_bytes, kind="stable").tolist()
             rows = np.ascontiguousarray(entry.offsets)
             self._numbers[index.fqn] = {rows[number].tobytes(): number for number in order}
-        offset = np.array(tuple(index.offset or ()), np.int64).tobytes()
+        offset = np.array(_offset_of(entry, index), np.int64).tobytes()
         found = self._numbers[index.fqn].get(offset)
         return find_fragment(entry, index) if found is None else found
 

@@ -49,7 +49,7 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
-from megatron_datastates.files import is_denied, is_object, names_in, path_of
+from megatron_datastates.files import is_denied, is_object, names_in, path_of, put_back
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.history import by_branch
@@ -449,16 +449,7 @@ def _rename(index: Path) -> bool:
 
 
 def _put_back(index: Path) -> None:
-    """Renames the index back, unless a newer one is in its place, which a link never replaces."""
-    removed = index.with_name(REMOVAL_NAME)
-    try:
-        os.link(removed, index)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        if not index.exists():
-            removed.rename(index)
-    removed.unlink(missing_ok=True)
+    put_back(index.with_name(REMOVAL_NAME), index)
     sync_directory(index.parent)
 
 

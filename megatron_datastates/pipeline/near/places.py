@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
+from megatron_datastates.files import MANIFEST_BYTES, is_object, put_back, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
@@ -211,14 +211,7 @@ def _take_manifest(folder: Path, save_ids: Collection[SaveId]) -> tuple[set[str]
             return nothing, manifest.names
         path.rename(aside)
         if aside.read_bytes() != found:  # a save has published there meanwhile
-            try:
-                os.link(aside, path)  # never in place of a newer one
-            except FileExistsError:
-                pass
-            except OSError:  # a file system without links
-                if not path.exists():
-                    aside.rename(path)
-            aside.unlink(missing_ok=True)
+            put_back(aside, path)
             newer = manifest_in(folder)
             return nothing, newer.names if newer is not None else nothing
         aside.unlink()
