@@ -28,7 +28,7 @@ from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.filling import copy_converted
+from megatron_datastates.pipeline.filling import Temporaries, copy_converted
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.optimizer_groups import beside_maps
@@ -37,7 +37,7 @@ from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
 from megatron_datastates.providers.objects import ObjectSource
 
-# Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
+# Host memory where a tensor cannot be read in place. Converted integers may need half as much again.
 _TEMPORARY_BYTES = 32 << 20
 _MANY = 64  # fragments of a tensor: from so many on, they are looked up in a dictionary
 
@@ -103,9 +103,13 @@ class CheckpointReader(FileSystemReader):
         for transfer in in_place:
             transfer.complete(planner)
         others.sort(key=lambda box: box.place)
+        temporaries = Temporaries(_TEMPORARY_BYTES)
         for group in _groups(
             transfer for box in others for transfer in box.resolved(planner, self.checkpoint).parts()
         ):
+            temporaries.clear()
+            for transfer in group:
+                transfer.prepare(temporaries)
             self._read_group(group, planner, reader)
         done: Future[None] = Future()
         done.set_result(None)
@@ -118,8 +122,6 @@ class CheckpointReader(FileSystemReader):
         return _FragmentBox.of(item, self.checkpoint, find)
 
     def _read_group(self, group: Sequence[_Transfer], planner: LoadPlanner, reader: Reader) -> None:
-        for transfer in group:
-            transfer.prepare()
         self.checkpoint.read([read for transfer in group for read in transfer.scheduled()], reader)
         for transfer in group:
             transfer.complete(planner)
@@ -262,9 +264,9 @@ class _Transfer:
     def bytes(self) -> int:
         return self.target.numel() * self.box.torch_dtype.itemsize
 
-    def prepare(self) -> None:
+    def prepare(self, temporaries: Temporaries) -> None:
         if self.memory is None:
-            self.memory = torch.empty(self.target.shape, dtype=self.box.torch_dtype, device="cpu")
+            self.memory = temporaries.take(self.target.shape, self.box.torch_dtype)
 
     def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None

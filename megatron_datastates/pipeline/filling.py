@@ -6,14 +6,15 @@ read (load.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.engine.reader import is_on_current_device
+from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.plan.boxes import cut_box
@@ -22,6 +23,7 @@ from megatron_datastates.providers.base import Place
 
 _PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
 _GROUP_BYTES = 32 << 20  # read at a time
+_ALIGNMENT = 16  # bytes, of the largest dtype
 _COMPARED = 1 << 18  # elements at a time: numpy makes both of one kind
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -32,6 +34,33 @@ class _Piece(NamedTuple):
     key: str
     offset: tuple[int, ...]  # in the global tensor
     target: torch.Tensor
+    dtype: torch.dtype  # as stored
+
+    @property
+    def bytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+
+class Temporaries:
+    """Host memory for temporaries that live by turns: allocations of their own would fragment the heap."""
+
+    def __init__(self, size: int) -> None:
+        """Args: size: in bytes; pages that are never used cost nothing."""
+        self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor; of memory of its own if it does not fit in what is left."""
+        begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        end = begin + math.prod(shape) * dtype.itemsize
+        if end > len(self._memory):
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        self._used = end
+        return self._memory[begin:end].view(dtype).reshape(tuple(shape))
+
+    def clear(self) -> None:
+        """Forgets what was taken, which nothing may use afterwards."""
+        self._used = 0
 
 
 def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
@@ -61,36 +90,48 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
                 others += _pieces(checkpoint, key, place, target)
     reader = checkpoint.new_reader()
     checkpoint.read(scheduled, reader)
-    for group in _groups(checkpoint, others):
-        slices = [(piece.key, piece.offset, tuple(piece.target.shape)) for piece in group]
-        for piece, found in zip(group, checkpoint.read_tensors(slices, reader), strict=True):
-            copy_converted(piece.key, found, piece.target)
+    temporaries = Temporaries(_GROUP_BYTES)
+    for group in _groups(others):
+        _fill_group(checkpoint, group, reader, temporaries)
 
 
-def _groups(checkpoint: Checkpoint, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+def _fill_group(
+    checkpoint: Checkpoint, group: list[_Piece], reader: Reader, temporaries: Temporaries
+) -> None:
+    temporaries.clear()
+    memory = [temporaries.take(piece.target.shape, piece.dtype) for piece in group]
+    scheduled: list[ScheduledRead] = []
+    with checkpoint.costs.timing("planning"):
+        for piece, temporary in zip(group, memory, strict=True):
+            scheduled += checkpoint.plan_into(piece.key, piece.offset, temporary.shape, temporary)
+    checkpoint.read(scheduled, reader)
+    for piece, temporary in zip(group, memory, strict=True):
+        copy_converted(piece.key, temporary, piece.target)
+
+
+def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Groups pieces that are read together; a larger one is a group by itself."""
     group: list[_Piece] = []
     room = _GROUP_BYTES
     for piece in pieces:
-        dtype = torch_dtype(checkpoint.index.tensor(piece.key).dtype, piece.key)
-        size = piece.target.numel() * dtype.itemsize
-        if group and size > room:
+        if group and piece.bytes > room:
             yield group
             group, room = [], _GROUP_BYTES
         group.append(piece)
-        room -= size
+        room -= piece.bytes
     if group:
         yield group
 
 
 def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> Iterator[_Piece]:
+    dtype = torch_dtype(checkpoint.index.tensor(key).dtype, key)
     if type(target) not in _PLAIN:  # a part of a quantized tensor is a copy of it
-        yield _Piece(key, tuple(place.offset), target)
+        yield _Piece(key, tuple(place.offset), target, dtype)
         return
-    item = torch_dtype(checkpoint.index.tensor(key).dtype, key).itemsize
-    for start, shape in cut_box((0,) * len(place.shape), place.shape, _PIECE_BYTES // item):
+    for start, shape in cut_box((0,) * len(place.shape), place.shape, _PIECE_BYTES // dtype.itemsize):
         offset = tuple(a + b for a, b in zip(place.offset, start, strict=True))
-        yield _Piece(key, offset, target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))])
+        part = target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        yield _Piece(key, offset, part, dtype)
 
 
 def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> bool:
@@ -136,35 +177,34 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
     Raises:
         MismatchError: the target's dtype does not have one of these integers.
     """
-    if stored.dtype != target.dtype and type(target) in _PLAIN:
-        found = _converted(key, stored, target.dtype)
-        value = _first_lost(stored.reshape(-1), found.reshape(-1))
-        if value is not None:
-            raise MismatchError(
-                f"tensor {key!r} was saved as {stored.dtype}, and has values that {target.dtype} does not "
-                f"have, such as {value}: load it as it was saved"
-            )
-        stored = found
-    target.copy_(stored)
-
-
-def _converted(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
-        return stored.to(dtype)
+        if type(target) in _PLAIN and _must_be_exact(stored.dtype, target.dtype):
+            found = stored.to(target.dtype)
+            value = _first_lost(stored.reshape(-1), found.reshape(-1))
+            if value is not None:
+                raise MismatchError(
+                    f"tensor {key!r} was saved as {stored.dtype}, and has values that {target.dtype} does "
+                    f"not have, such as {value}: load it as it was saved"
+                )
+            stored = found
+        target.copy_(stored)
     except NotImplementedError as error:  # torch's dtypes of less than a byte
         raise MismatchError(
-            f"tensor {key!r} was saved as {stored.dtype}, which this torch cannot convert to {dtype}: load "
-            "it as it was saved"
+            f"tensor {key!r} was saved as {stored.dtype}, which this torch cannot convert to "
+            f"{target.dtype}: load it as it was saved"
         ) from error
 
 
-def _first_lost(stored: torch.Tensor, found: torch.Tensor) -> Any:
-    """Returns the first of these integers that has become another; None if there is none.
+def _must_be_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Returns whether both are integers.
 
     Floats become what torch makes of them, rounded or infinite, as in torch_dist's loads.
     """
-    if any(one.is_floating_point() or one.is_complex() for one in (stored, found)):
-        return None
+    return stored != wanted and not any(one.is_floating_point or one.is_complex for one in (stored, wanted))
+
+
+def _first_lost(stored: torch.Tensor, found: torch.Tensor) -> Any:
+    """Returns the first of these integers that has become another; None if there is none."""
     for before, after in zip(stored.split(_COMPARED), found.split(_COMPARED), strict=True):
         wrong = np.asarray(before.numpy() != after.numpy())  # by value, of any two kinds
         if wrong.any():

@@ -98,14 +98,14 @@ def test_pieces_are_read_in_groups_of_bounded_size(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(filling, "_GROUP_BYTES", 1 << 20)
     monkeypatch.setattr(filling, "_PIECE_BYTES", 1 << 18)
     groups: list[int] = []
-    read = Checkpoint.read_tensors
+    read = Checkpoint.read
 
-    def noted(checkpoint: Checkpoint, slices: Any, reader: Any = None) -> Any:
-        found = read(checkpoint, slices, reader)
-        groups.append(sum(tensor.nbytes for tensor in found))
-        return found
+    def noted(checkpoint: Checkpoint, scheduled: Any, reader: Any = None) -> None:
+        items = list(scheduled)
+        groups.append(sum(item.bytes for item in items))
+        read(checkpoint, items, reader)
 
-    monkeypatch.setattr(Checkpoint, "read_tensors", noted)
+    monkeypatch.setattr(Checkpoint, "read", noted)
     state = {"a": torch.ones(300_000), "b": torch.ones(2 << 20), "c": torch.ones(10)}
     ds.save(state, tmp_path / "c", **SMALL)
     into: dict[str, Any] = {name: torch.zeros(one.shape, dtype=torch.bfloat16) for name, one in state.items()}
@@ -114,6 +114,28 @@ def test_pieces_are_read_in_groups_of_bounded_size(tmp_path: Path, monkeypatch: 
     assert torch.equal(into["a"], torch.ones(300_000, dtype=torch.bfloat16))
     assert max(groups) == 8 << 20, "one of a subclass is read whole, and alone"
     assert all(size <= 1 << 20 for size in groups if size != 8 << 20) and sum(groups) == 1_200_040 + (8 << 20)
+
+
+def test_temporaries_of_many_dtypes_lie_beside_each_other(tmp_path: Path) -> None:
+    dtypes = [torch.uint8, torch.complex128, torch.bfloat16, torch.float64, torch.int8, torch.int32]
+    state = {f"{n}": torch.arange(5).to(dtype) for n, dtype in enumerate(dtypes)}
+    state["empty"] = torch.empty(0, 3)
+    ds.save(state, tmp_path / "c", **SMALL)
+    into = {key: torch.zeros(one.shape, dtype=torch.complex64) for key, one in state.items()}
+    ds.load(tmp_path / "c", into=dict(into))
+    for key, target in into.items():
+        assert torch.equal(target, state[key].to(torch.complex64)), key
+
+
+def test_temporaries_that_do_not_fit_have_memory_of_their_own() -> None:
+    temporaries = filling.Temporaries(40)
+    first, second = (temporaries.take((5,), torch.float32) for _ in range(2))
+    larger = temporaries.take((2, 3), torch.float64)
+    for value, one in enumerate((first, second, larger)):
+        one.fill_(value)
+    assert [one.unique().tolist() for one in (first, second, larger)] == [[0], [1], [2]]
+    temporaries.clear()
+    assert temporaries.take((5,), torch.float32).data_ptr() == first.data_ptr()
 
 
 # -- conversion -------------------------------------------------------------------------------------------
