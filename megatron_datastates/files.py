@@ -8,6 +8,7 @@ forever. Objects of object stores are opened here, too (stores.py).
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -105,6 +106,12 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         return stores.read_whole(place)
     with open_regular(path, most_bytes) as file:
         return file.read(size_of(file))
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a file of any size, in hexadecimal digits. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
 
 
 def size_of(file: BinaryIO) -> int:

@@ -6,17 +6,15 @@ makes of a checkpoint: integrity.py.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from megatron_datastates.errors import CorruptDataError, FormatError
-from megatron_datastates.files import DOCUMENT_BYTES, open_regular, read_regular
+from megatron_datastates.files import DOCUMENT_BYTES, read_regular, sha256_of
 from megatron_datastates.format.directory import INTEGRITY_NAME
 
 _ALGORITHM = "sha256"
-_READ_BYTES = 1 << 20
 
 
 def stored_sums(directory: Path) -> dict[str, str] | None:
@@ -52,7 +50,7 @@ def require_sums(directory: Path, sums: Mapping[str, str], names: Iterable[str])
         OSError: it cannot be read.
     """
     for name in names:
-        if name in sums and (found := _sum_of(directory / name)) != sums[name]:
+        if name in sums and (found := sha256_of(directory / name)) != sums[name]:
             raise CorruptDataError(
                 f"{directory / name} has SHA-256 {found}, expected {sums[name]} by {INTEGRITY_NAME}"
             )
@@ -76,12 +74,4 @@ def renewed_sums(directory: Path, sums: Mapping[str, str], renewed: Collection[s
     kept = {
         name: found for name, found in sums.items() if name not in renewed and (directory / name).exists()
     }
-    return kept | {name: _sum_of(directory / name) for name in renewed}
-
-
-def _sum_of(path: Path) -> str:
-    with open_regular(path) as file:
-        digest = hashlib.new(_ALGORITHM)
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+    return kept | {name: sha256_of(directory / name) for name in renewed}

@@ -16,8 +16,6 @@ from megatron_datastates.config import Options
 from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import can_be_directory, directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
-from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
 
@@ -56,7 +54,7 @@ class DataStatesReader(CheckpointReader):
         """Opens the checkpoint and returns DCP's metadata of it.
 
         Raises:
-            NotACheckpointError: no checkpoint was published there.
+            NotACheckpointError: no checkpoint was published there, or DCP has saved one in its place.
             FormatError, UnsupportedFormatError, CorruptDataError, StorageError: it cannot be used.
         """
         if "rank" not in kwargs:
@@ -70,11 +68,6 @@ class DataStatesReader(CheckpointReader):
 
     def _open(self) -> Metadata:
         path = Path(self.path)
-        if (path / TORCH_DIST_INDEX).exists():
-            raise NotACheckpointError(
-                f"{path} holds a checkpoint of DCP's own format ({TORCH_DIST_INDEX}): load it with "
-                "FileSystemReader, or convert it with `datastates convert`"
-            )
         self.checkpoint = Checkpoint.open(path, self._options)
         facts = read_facts(self.checkpoint)
         known = self.stored_metadata(facts.complete)

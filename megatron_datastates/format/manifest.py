@@ -77,6 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int | None = None
     # What the job resumed from, and the jobs before it, oldest first; absent if that is not known.
     ancestors: tuple[Ancestor, ...] | msgspec.UnsetType = msgspec.UNSET
+    # SHA-256 of the index of DCP (`.metadata`) in whose place the checkpoint is; absent if there was none.
+    replaced: str | msgspec.UnsetType = msgspec.UNSET
     parallel: dict[str, int] = {}  # sizes of the parallel groups, by Megatron's names
     others: list[OtherFile] = []
     providers: list[ProviderEntry] = []

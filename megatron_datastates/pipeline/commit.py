@@ -12,11 +12,13 @@ import dataclasses
 import logging
 from pathlib import Path
 
+import msgspec
+
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.files import is_object, sha256_of
+from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.presence import (
@@ -69,7 +71,7 @@ class Commit:
             OSError: a file could not be written. Unless `is_in_place`, nothing was changed; in an object
                 store, a manifest that was sent may yet appear.
         """
-        directory, manifest = self.directory, self._files.manifest
+        directory, manifest = self.directory, self._manifest()
         encoded, own_index = manifest.encode(), directory / manifest.index.name
         path = directory / MANIFEST_NAME
         try:
@@ -105,6 +107,14 @@ class Commit:
             remove_replaced(directory, keep, self._save_id, replaced, self._superseded)
         except OSError as error:
             logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
+
+    def _manifest(self) -> Manifest:
+        """Returns the manifest, with what it replaces unless metadata.json says what counts."""
+        found = self._files.manifest
+        path = self.directory / TORCH_DIST_INDEX
+        if self._files.metadata or is_object(path) or not path.is_file():
+            return found
+        return msgspec.structs.replace(found, replaced=sha256_of(path))
 
     def _note_renamed(self) -> None:
         self.is_in_place = True

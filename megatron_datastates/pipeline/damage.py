@@ -137,8 +137,8 @@ def why_no_checkpoint(path: Path) -> str:
         )
     if TORCH_DIST_INDEX in names:
         return (
-            f"{path} holds a torch_dist checkpoint, not a datastates one: `datastates convert` makes one of "
-            "it; the other commands read both"
+            f"{path} holds a checkpoint of torch_dist or DCP, not a datastates one: load it with DCP's "
+            "FileSystemReader, or convert it with `datastates convert`; the other commands read both"
         )
     iterations = [(iteration, name) for name in names if (iteration := iteration_in_name(name)) is not None]
     if iterations:

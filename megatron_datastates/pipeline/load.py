@@ -41,6 +41,7 @@ from megatron_datastates.pipeline.entries import ObjectReads, plan_object, read_
 from megatron_datastates.pipeline.near.places import near_folder, near_root
 from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
 from megatron_datastates.pipeline.read_costs import ReadCosts
+from megatron_datastates.pipeline.runs import require_counts
 from megatron_datastates.plan.boxes import checked_slice, first_overlap
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, gather_spans, plan_slice
@@ -80,12 +81,13 @@ class Checkpoint:
             reuse: what another open checkpoint has read of an index with the same bytes is not read again.
 
         Raises:
-            NotACheckpointError: there is no manifest.
+            NotACheckpointError: there is no manifest, or DCP has saved a checkpoint in its place.
             FormatError, UnsupportedFormatError, StorageError: it, or the index, cannot be used.
         """
         begin = time.perf_counter()
         path = path_of(directory)
         manifest = read_manifest(path)
+        require_counts(path)
         while True:
             try:
                 index = open_index(path / manifest.index.name, manifest, reuse)

@@ -2,7 +2,9 @@
 
 A checkpoint has the format that its metadata.json names. It is also ours if it has our manifest, if
 metadata.json is missing or torch_dist's, and if there is no index of torch_dist: then a save was published,
-and the process died before metadata.json was written. It is complete.
+and the process died before metadata.json was written. It is complete. Where there is no metadata.json at all,
+as DCP's own saves and ours of programs write none, an index of torch_dist that our manifest has replaced does
+not count either.
 
 Nothing here imports torch or the native module: Megatron's processes look at other formats' directories, too.
 """
@@ -18,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates import stores
-from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.errors import DataStatesError, FormatError, NotACheckpointError, StorageError
 from megatron_datastates.files import (
     DOCUMENT_BYTES,
+    MANIFEST_BYTES,
     TRACKER_BYTES,
     folders_in,
     is_denied,
@@ -29,6 +32,7 @@ from megatron_datastates.files import (
     open_regular,
     path_of,
     read_regular,
+    sha256_of,
 )
 from megatron_datastates.format.directory import (
     BACKEND,
@@ -104,8 +108,39 @@ def format_of(directory: str | os.PathLike[str]) -> str | None:
         return backend
     index = path_of(directory) / TORCH_DIST_INDEX
     if index.is_file() if is_object(index) else os.path.exists(index):  # noqa: PTH110 - which raises nothing
-        return TORCH_DIST
+        return BACKEND if backend is None and _has_replaced(directory) else TORCH_DIST
     return BACKEND if is_published(directory) else backend
+
+
+def _has_replaced(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether our manifest names the index of torch_dist beside it as what it replaced."""
+    from megatron_datastates.format.manifest import Manifest
+
+    path = path_of(directory)
+    if is_object(path) or not is_published(path):
+        return False
+    name = path / MANIFEST_NAME
+    try:
+        replaced = Manifest.decode(read_regular(name, MANIFEST_BYTES), str(name)).replaced
+        return isinstance(replaced, str) and replaced == sha256_of(path / TORCH_DIST_INDEX)
+    except (OSError, DataStatesError):
+        return False
+
+
+def require_counts(directory: Path) -> None:
+    """Checks that a published checkpoint is what its directory is read as.
+
+    Raises:
+        NotACheckpointError: a checkpoint of another format is there, too, and counts.
+    """
+    if is_object(directory) or not (directory / TORCH_DIST_INDEX).exists():
+        return
+    if format_of(directory) == TORCH_DIST:
+        raise NotACheckpointError(
+            f"{directory} holds two checkpoints: {TORCH_DIST_INDEX} is of torch_dist or DCP, and no save of "
+            "ours has replaced it. Load that one, with DCP's FileSystemReader or after `datastates convert`; "
+            f"or, if {MANIFEST_NAME} is the later one, remove {TORCH_DIST_INDEX}"
+        )
 
 
 def require_readable(directory: str | os.PathLike[str]) -> None:

@@ -324,9 +324,8 @@ def test_only_directories_are_accepted(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_dcps_own_is_not_taken_for_ours(tmp_path: Path) -> None:
-    save(state(1), tmp_path)
     dcp.save(state(2), storage_writer=dcp.FileSystemWriter(tmp_path))
-    with pytest.raises(NotACheckpointError, match="of DCP's own format"):
+    with pytest.raises(NotACheckpointError, match="holds a checkpoint of torch_dist or DCP, not a"):
         DataStatesReader(tmp_path).read_metadata()
 
 

@@ -1,0 +1,114 @@
+"""A checkpoint of ours and one of DCP's own in one directory, saved without Megatron: which one counts?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
+from megatron_datastates.errors import NotACheckpointError
+from megatron_datastates.pipeline import commit
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.runs import format_of
+from tests.unit.command import run
+from tests.unit.states import SMALL
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+BOTH = "holds two checkpoints: .metadata is of torch_dist or DCP"
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((3, 4), value)}
+
+
+def save_by_dcp(path: Path, value: float) -> None:
+    dcp.save(state(value), storage_writer=dcp.FileSystemWriter(path))
+
+
+def save_by_ours(how: str, path: Path, value: float) -> None:
+    if how == "ds.save":
+        ds.save(state(value), path, **SMALL)
+    else:
+        dcp.save(state(value), storage_writer=DataStatesWriter(path))
+
+
+def loaded(how: str, path: Path) -> float:
+    target = state(0)
+    if how == "ds.save":
+        ds.load(path, into=target)
+    else:
+        dcp.load(target, storage_reader=DataStatesReader(path))
+    return float(target["w"].unique())
+
+
+def names(path: Path) -> set[str]:
+    return {one.name for one in path.iterdir()}
+
+
+@pytest.fixture(params=["ds.save", "DataStatesWriter"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_what_dcp_saved_over_ours_counts(how: str, tmp_path: Path) -> None:
+    save_by_ours(how, tmp_path, 1)
+    save_by_dcp(tmp_path, 2)
+    with pytest.raises((NotACheckpointError, CheckpointException), match=BOTH):
+        loaded(how, tmp_path)
+    assert format_of(tmp_path) == "torch_dist"
+    assert "torch_dist" in run("show", tmp_path)[1]
+    (tmp_path / ".metadata").unlink()  # as the error says
+    assert loaded(how, tmp_path) == 1
+
+
+def test_what_is_left_of_a_replaced_one_does_not_count(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: object) -> None:
+        raise OSError("nothing was removed")
+
+    save_by_dcp(tmp_path, 1)
+    monkeypatch.setattr(commit, "remove_replaced", killed)
+    save_by_ours(how, tmp_path, 2)
+    assert ".metadata" in names(tmp_path)
+    assert loaded(how, tmp_path) == 2
+    assert format_of(tmp_path) == "datastates"
+    save_by_ours(how, tmp_path, 3)
+    assert loaded(how, tmp_path) == 3
+    save_by_dcp(tmp_path, 4)
+    with pytest.raises((NotACheckpointError, CheckpointException), match=BOTH):
+        loaded(how, tmp_path)
+    monkeypatch.undo()
+    save_by_ours(how, tmp_path, 5)
+    assert loaded(how, tmp_path) == 5
+
+
+def test_metadata_json_says_what_counts_where_it_is(tmp_path: Path) -> None:
+    ds.save(state(1), tmp_path, **SMALL)
+    save_by_dcp(tmp_path, 2)
+    metadata = tmp_path / "metadata.json"
+    metadata.write_text('{"sharded_backend": "datastates", "sharded_backend_version": 1}')
+    assert loaded("ds.save", tmp_path) == 1
+    metadata.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    with pytest.raises(NotACheckpointError, match=BOTH):
+        loaded("ds.save", tmp_path)
+
+
+def test_a_damaged_manifest_replaces_nothing(tmp_path: Path) -> None:
+    save_by_dcp(tmp_path, 1)
+    (tmp_path / "datastates.manifest").write_bytes(b"datastates-manifest 1 2 00000000\n{}")
+    assert format_of(tmp_path) == "torch_dist"
+
+
+def test_a_manifest_names_what_it_replaced_and_no_more(tmp_path: Path) -> None:
+    ds.save(state(1), tmp_path, **SMALL)
+    assert b"replaced" not in (tmp_path / "datastates.manifest").read_bytes()
+    save_by_dcp(tmp_path, 2)
+    ds.save(state(3), tmp_path, **SMALL)
+    assert Checkpoint.open(tmp_path).manifest.replaced
