@@ -32,6 +32,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange
@@ -185,7 +186,7 @@ def test_an_attempt_that_began_before_the_end_is_not_the_last_one(
     monkeypatch.setattr(drain, "_PAUSES", (0.05,))
     copy, ending = drain.Drain._copy, []
 
-    def late(self: drain.Drain, save: drain.NearSave) -> None:
+    def late(self: drain.Drain, save: NearSave) -> None:
         if self in ending:
             return copy(self, save)
         if save.attempts + 1 >= drain._REPORTED_ATTEMPT:

@@ -13,13 +13,12 @@ brought home by the next one (recovery.py).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,15 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, TRACKER_NAME, iteration_in_name
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
-from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.job_notes import JobNotes
-from megatron_datastates.pipeline.near.leftovers import Leftovers
-from megatron_datastates.pipeline.near.places import (
-    arrived_bytes,
-    published_in,
-    remove_saves,
-)
+from megatron_datastates.pipeline.near.places import arrived_bytes
+from megatron_datastates.pipeline.near.room import Room
+from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
 logger = logging.getLogger(__name__)
@@ -53,35 +48,6 @@ _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; th
 _REPORTED_ATTEMPT = 3
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # the same while other nodes upload, which nobody sees
-
-
-@dataclasses.dataclass(eq=False)
-class NearSave:
-    """One save that was published near, as one rank's drain sees it."""
-
-    save_id: SaveId
-    iteration: int | None
-    far: Path  # directory of the checkpoint
-    near: Path | None  # the node's folder; None on a rank that stores nothing
-    files: Sequence[FileEntry]  # the node's data files in it
-    small_files: SmallFiles
-    others: dict[str, bytes]  # other files that the manifest names, and what is in them
-    commit: Commit | None  # on rank 0
-    publishing: threading.Lock  # held meanwhile, as by saves that publish in such a directory themselves
-    is_drained: bool  # brought far now; else it stays near until the job ends
-    has_copies: bool = False  # on other nodes, all that were to be made
-    published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
-    near_since: float = dataclasses.field(default_factory=time.monotonic)
-    attempts: int = 0  # to copy it, then to publish it
-    seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
-    found: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
-    copied_bytes: int = 0
-    copied_seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Returns what messages call it."""
-        return f"iteration {self.iteration}" if self.iteration is not None else self.far.name
 
 
 class Drain:
@@ -108,10 +74,9 @@ class Drain:
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
         # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
-        self._failed: deque[tuple[Path, SaveId]] = deque()  # where saves that have failed may have files
         self._tracked: NearSave | None = None  # which the near tier's tracker names
         self._notes = JobNotes()
-        self._leftovers = Leftovers()
+        self._room = Room(options.near_keep)
         self._thread: BackgroundThread | None = None
         self._closing = False
         self._abandoned = False
@@ -121,8 +86,7 @@ class Drain:
 
     def add(self, save: NearSave) -> None:
         """Takes over a save that was just published near. Never raises."""
-        if save.near is not None:
-            self._leftovers.begin(save.near.parent, save.save_id.run_id)
+        self._room.begin(save)
         with self._changed:
             self._kept = [*self._kept, save]  # saves end in the order in which they began
             if save.is_drained:
@@ -161,12 +125,12 @@ class Drain:
     def note_far(self) -> None:
         """Takes note that a save of this job is far without ever having been near."""
         with self._changed:
-            self._leftovers.is_far = True
+            self._room.note_far()
             self._changed.notify_all()
 
     def note_failed(self, near: Path, save_id: SaveId) -> None:
         """Takes note of a failed save: its files in this folder go once another was published near."""
-        self._failed.append((near, save_id))
+        self._room.note_failed(near, save_id)
 
     def close(self, *, abandon: bool) -> None:
         """Waits until the newest save, and all that were to be drained, are far; or gives them up.
@@ -355,7 +319,8 @@ class Drain:
             except Exception as error:
                 self._pause(save, error)
                 return
-            save.attempts, self._leftovers.is_far = 0, True
+            save.attempts = 0
+            self._room.note_far()
             with self._changed:
                 at = self._to_commit.index(save)
                 older, self._to_commit = self._to_commit[:at], self._to_commit[at + 1 :]
@@ -366,7 +331,7 @@ class Drain:
                     one.far,
                     save.name,
                 )
-            self._report(_report_of(save))
+            self._report(save.report())
 
     def _is_complete(self, save: NearSave) -> bool:
         try:
@@ -408,54 +373,17 @@ class Drain:
                 tracker = newest.near.parent / TRACKER_NAME
                 write_whole(tracker, str(iteration).encode(), self._faults, newest.save_id)
 
-    # -- room in the near tier --------------------------------------------------------------------------
-
     def _evict(self) -> None:
-        """Removes what the near tier need not keep: all but the newest saves, once they are far."""
-        kept, keep = self._kept, self._options.near_keep
-        if not kept:
-            return
-        newest = kept[-1]
-        if newest.near is not None:
-            count = len(kept) - keep
-            for folder, save_ids in self._leftovers.removable(
-                newest.near.parent,
-                newest.far.parent,
-                newest.save_id,
-                lambda published: max(published + count, 0),
-                lambda: any(map(_is_in_place, kept)),
-            ):
-                _remove(folder, save_ids)
-        while self._failed:
-            folder, save_id = self._failed.pop()
-            _remove(folder, {save_id})
+        """Makes room in the near tier. A save that is evicted is near no more."""
         with self._changed:
             busy = [*self._to_copy, *self._to_commit]
-        for number, save in enumerate(kept[: max(len(kept) - keep, 0)]):
-            later = kept[number + 1 :]
-            if save in busy or (save.is_drained and not any(map(_is_in_place, [save, *later]))):
-                continue
-            if save.has_copies and not (
-                any(one.has_copies for one in later) or any(map(_is_in_place, [save, *later]))
-            ):
-                # The loss of a node would cost all of the later ones; and there may be no room for copies
-                # before this one goes.
-                self._drain_now(later[-1])
-                continue
-            with self._changed:
-                self._kept = [one for one in self._kept if one is not save]
-            if save.near is not None:
-                _remove(save.near, {save.save_id})
-            if save.commit is not None and not save.is_drained:
-                _remove_unused(save.far)
+        gone = self._room.make(self._kept, lambda save: save in busy, self._drain_now)
+        with self._changed:
+            self._kept = [save for save in self._kept if save not in gone]
 
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
         return not (self._to_copy or self._to_commit) and len(self._kept) <= self._options.near_keep
-
-
-def _is_in_place(save: NearSave) -> bool:
-    return published_in(save.far) == save.save_id
 
 
 def _link(source: Path, target: Path) -> None:
@@ -465,43 +393,5 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
 
 
-def _remove(folder: Path, save_ids: Collection[SaveId]) -> None:
-    """Removes saves' files from a folder, and the folder if no other save has any."""
-    try:
-        remove_saves(folder, save_ids)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.warning("%s was not removed from the near tier: %s", folder, error)
-
-
-def _remove_unused(directory: Path) -> None:
-    """Removes what Megatron made for a save that stayed near, unless there is more than that."""
-    with contextlib.suppress(OSError):
-        if set(os.listdir(directory)) <= {COMMON_FILE, METADATA_NAME}:
-            for name in os.listdir(directory):
-                (directory / name).unlink()
-            directory.rmdir()
-
-
 def _names(saves: Sequence[NearSave]) -> str:
     return ", ".join(dict.fromkeys(save.name for save in saves))
-
-
-def _report_of(save: NearSave) -> dict[str, Any]:
-    """Returns the report of a save that became far; docs/reports.md lists the fields."""
-    seconds = save.copied_seconds
-    return {
-        "event": "drain",
-        "save_id": str(save.save_id),
-        "directory": str(save.far),
-        "iteration": save.iteration,
-        "rank": 0,
-        "state": "published",
-        "ended_at": round(time.time(), 3),
-        "bytes": save.small_files.manifest.data_bytes,
-        "node_bytes": save.copied_bytes,
-        "node_copying_ms": round(seconds * 1000, 3),
-        "node_mb_per_s": round(save.copied_bytes / seconds / 1e6, 1) if seconds > 0 else 0.0,
-        "near_ms": round((time.monotonic() - save.near_since) * 1000, 3),
-    }

@@ -23,7 +23,7 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.milestones import SaveContext
-from megatron_datastates.pipeline.near.drain import Drain, NearSave
+from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import (
     SPARE_BYTES,
     free_bytes,
@@ -34,6 +34,7 @@ from megatron_datastates.pipeline.near.places import (
     remove_earlier,
 )
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
+from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 

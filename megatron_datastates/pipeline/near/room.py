@@ -1,0 +1,119 @@
+"""Room in a near tier: what need not stay there is removed, and nothing that may be the only copy.
+
+Belongs here: which saves of this job go, and files of those that failed. What earlier jobs have left:
+leftovers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.near.leftovers import Leftovers
+from megatron_datastates.pipeline.near.places import remove_saves
+from megatron_datastates.pipeline.near.saves import NearSave
+
+logger = logging.getLogger(__name__)
+
+
+class Room:
+    """What one process removes from its near tier.
+
+    Args:
+        keep: as many of the newest saves stay.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._leftovers = Leftovers()
+        self._failed: deque[tuple[Path, SaveId]] = deque()  # where saves that have failed may have files
+
+    def begin(self, save: NearSave) -> None:
+        """Takes note of a save that was just published near."""
+        if save.near is not None:
+            self._leftovers.begin(save.near.parent, save.save_id.run_id)
+
+    def note_far(self) -> None:
+        """Takes note that a save of this job is far."""
+        self._leftovers.is_far = True
+
+    def note_failed(self, near: Path, save_id: SaveId) -> None:
+        """Takes note of a failed save: its files in this folder go once another was published near."""
+        self._failed.append((near, save_id))
+
+    def make(
+        self,
+        kept: Sequence[NearSave],
+        is_busy: Callable[[NearSave], bool],
+        drain_now: Callable[[NearSave], None],
+    ) -> list[NearSave]:
+        """Removes all but the newest saves, once they are far; returns those of `kept` that are gone.
+
+        Args:
+            kept: the saves of this job that are near, oldest first.
+            is_busy: returns whether a save is on its way.
+            drain_now: called with a save that has to be far before another one may go.
+        """
+        if not kept:
+            return []
+        self._remove_of_others(kept)
+        gone = []
+        for number, save in enumerate(kept[: max(len(kept) - self._keep, 0)]):
+            later = kept[number + 1 :]
+            if is_busy(save) or (save.is_drained and not any(one.is_far for one in [save, *later])):
+                continue
+            if save.has_copies and not (
+                any(one.has_copies for one in later) or any(one.is_far for one in [save, *later])
+            ):
+                # The loss of a node would cost all of the later ones; and there may be no room for copies
+                # before this one goes.
+                drain_now(later[-1])
+                continue
+            gone.append(save)
+            if save.near is not None:
+                _remove(save.near, {save.save_id})
+            if save.commit is not None and not save.is_drained:
+                _remove_unused(save.far)
+        return gone
+
+    def _remove_of_others(self, kept: Sequence[NearSave]) -> None:
+        """Removes what earlier jobs and failed saves have left."""
+        newest = kept[-1]
+        if newest.near is not None:
+            count = len(kept) - self._keep
+            for folder, save_ids in self._leftovers.removable(
+                newest.near.parent,
+                newest.far.parent,
+                newest.save_id,
+                lambda published: max(published + count, 0),
+                lambda: any(save.is_far for save in kept),
+            ):
+                _remove(folder, save_ids)
+        while self._failed:
+            folder, save_id = self._failed.pop()
+            _remove(folder, {save_id})
+
+
+def _remove(folder: Path, save_ids: Collection[SaveId]) -> None:
+    """Removes saves' files from a folder, and the folder if no other save has any."""
+    try:
+        remove_saves(folder, save_ids)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s was not removed from the near tier: %s", folder, error)
+
+
+def _remove_unused(directory: Path) -> None:
+    """Removes what Megatron made for a save that stayed near, unless there is more than that."""
+    with contextlib.suppress(OSError):
+        if set(os.listdir(directory)) <= {COMMON_FILE, METADATA_NAME}:
+            for name in os.listdir(directory):
+                (directory / name).unlink()
+            directory.rmdir()

@@ -1,0 +1,67 @@
+"""A save that was published near, until it is far."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.format.manifest import FileEntry
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.near.places import published_in
+
+
+@dataclasses.dataclass(eq=False)
+class NearSave:
+    """One save that was published near, as one rank's drain sees it."""
+
+    save_id: SaveId
+    iteration: int | None
+    far: Path  # directory of the checkpoint
+    near: Path | None  # the node's folder; None on a rank that stores nothing
+    files: Sequence[FileEntry]  # the node's data files in it
+    small_files: SmallFiles
+    others: dict[str, bytes]  # other files that the manifest names, and what is in them
+    commit: Commit | None  # on rank 0
+    publishing: threading.Lock  # held meanwhile, as by saves that publish in such a directory themselves
+    is_drained: bool  # brought far now; else it stays near until the job ends
+    has_copies: bool = False  # on other nodes, all that were to be made
+    published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
+    near_since: float = dataclasses.field(default_factory=time.monotonic)
+    attempts: int = 0  # to copy it, then to publish it
+    seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
+    found: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
+    copied_bytes: int = 0
+    copied_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Returns what messages call it."""
+        return f"iteration {self.iteration}" if self.iteration is not None else self.far.name
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the checkpoint's directory has this save now: another one may have taken its place."""
+        return published_in(self.far) == self.save_id
+
+    def report(self) -> dict[str, Any]:
+        """Returns the report of a save that has become far; docs/reports.md lists the fields."""
+        seconds = self.copied_seconds
+        return {
+            "event": "drain",
+            "save_id": str(self.save_id),
+            "directory": str(self.far),
+            "iteration": self.iteration,
+            "rank": 0,
+            "state": "published",
+            "ended_at": round(time.time(), 3),
+            "bytes": self.small_files.manifest.data_bytes,
+            "node_bytes": self.copied_bytes,
+            "node_copying_ms": round(seconds * 1000, 3),
+            "node_mb_per_s": round(self.copied_bytes / seconds / 1e6, 1) if seconds > 0 else 0.0,
+            "near_ms": round((time.monotonic() - self.near_since) * 1000, 3),
+        }
