@@ -135,18 +135,17 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     Raises:
         OptionError: it is empty, names an object store and no profile, or is a URL of another kind.
     """
-    if not os.fspath(path):
+    text = os.fspath(path)
+    if not text:
         raise OptionError("expected a directory, found an empty path")
-    scheme, colon, _ = os.fspath(path).partition("://")
+    scheme, colon, _ = text.partition("://")
     if colon and scheme != SCHEME.removesuffix("://"):
-        raise OptionError(
-            f"{os.fspath(path)}: expected a directory, or msc://PROFILE/PATH of an object store"
-        )
-    if isinstance(path, ObjectPath) or not os.fspath(path).startswith(_PREFIX):
+        raise OptionError(f"{text}: expected a directory, or msc://PROFILE/PATH of an object store")
+    if isinstance(path, ObjectPath) or not text.startswith(_PREFIX):
         return Path(path) if not isinstance(path, Path) else path
-    if _URL.fullmatch(os.fspath(path)) is None:
+    if _URL.fullmatch(text) is None:
         raise OptionError(
-            f"{os.fspath(path)}: expected msc://PROFILE/PATH, with a profile of the client's configuration"
+            f"{text}: expected msc://PROFILE/PATH, with a profile of the client's configuration"
         )
     return ObjectPath(path)
 

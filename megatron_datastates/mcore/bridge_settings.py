@@ -8,12 +8,12 @@ resume. So our name becomes "torch_dist" wherever Bridge would read it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError
+from megatron_datastates.mcore.hooks.calls import Parameters
 
 FORMAT = "datastates"
 MANAGER = "megatron_datastates.mcore.bridge.CheckpointManager"
@@ -104,10 +104,10 @@ def _allow(target: str) -> None:
 
 def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `save_checkpoint`, which some programs call without a manager."""
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if not adopt(signature.bind(*args, **kwargs).arguments["state"].cfg.checkpoint):
+        if not adopt(parameters.of_call(args, kwargs)["state"].cfg.checkpoint):
             return original(*args, **kwargs)
         from megatron_datastates.pipeline.held import trainer_held
 
@@ -120,10 +120,10 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `load_checkpoint`, which compares the name of the format with what is in the directory."""
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        adopt(signature.bind(*args, **kwargs).arguments["state"].cfg.checkpoint)
+        adopt(parameters.of_call(args, kwargs)["state"].cfg.checkpoint)
         return original(*args, **kwargs)
 
     return load_checkpoint

@@ -5,9 +5,7 @@ Intervals may be nested; only the outermost counts towards the total, each count
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -42,13 +40,29 @@ class HeldTime:
                 self.spans.append((part, now - seconds, now))
 
 
-class _Interval:
-    def __init__(self, holder: Holder | None) -> None:
+class trainer_held:
+    """Measures a block in which the trainer waits for a save. Used on the trainer's thread only."""
+
+    def __init__(self, part: str, holder: Holder | None = None) -> None:
         self.holder = holder
-        self.parts: list[tuple[str, float]] = []  # nested intervals that ended before there was a holder
+        self.parts: list[tuple[str, float]] = []  # nested blocks that ended before there was a holder
+        self._part = part
+        self._begin = 0.0
+
+    def __enter__(self) -> None:
+        _open_intervals.append(self)
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        _open_intervals.pop()
+        seconds = time.perf_counter() - self._begin
+        if self.holder is not None:
+            _charge(self.holder, self._part, seconds)
+        elif _open_intervals:
+            _open_intervals[-1].parts += [(self._part, seconds), *self.parts]
 
 
-_open_intervals: list[_Interval] = []
+_open_intervals: list[trainer_held] = []
 
 
 def charge_open_intervals(holder: Holder) -> bool:
@@ -59,23 +73,6 @@ def charge_open_intervals(holder: Holder) -> bool:
         for part, seconds in interval.parts:
             holder.held.add(part, seconds, to_total=False)
     return bool(unclaimed)
-
-
-@contextlib.contextmanager
-def trainer_held(part: str, holder: Holder | None = None) -> Iterator[None]:
-    """Measures a block in which the trainer waits for a save. Used on the trainer's thread only."""
-    interval = _Interval(holder)
-    _open_intervals.append(interval)
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        _open_intervals.pop()
-        seconds = time.perf_counter() - begin
-        if interval.holder is not None:
-            _charge(interval.holder, part, seconds)
-        elif _open_intervals:
-            _open_intervals[-1].parts += [(part, seconds), *interval.parts]
 
 
 def _charge(holder: Holder, part: str, seconds: float) -> None:

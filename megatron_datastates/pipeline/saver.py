@@ -216,7 +216,7 @@ class Saver:
         return [earlier for earlier in self._unfinished if earlier.is_under_way]
 
     def _plan(self, providers: Providers) -> tuple[StatePlan, Memory, Collected]:
-        named = {"": providers} if isinstance(providers, StateProvider) else providers()
+        named = providers() if callable(providers) else {"": providers}
         if self.options.compress:
             named = {name: _compressed(one, self.options.compress) for name, one in named.items()}
         state = collect(named)

@@ -127,7 +127,7 @@ def kind_of(provider: object) -> str:
     """Returns a description of a provider for people: its class, with what it wraps."""
     inner = getattr(provider, "inner", None)
     name = type(provider).__name__
-    return f"{name}({kind_of(inner)})" if isinstance(inner, StateProvider) else name
+    return f"{name}({kind_of(inner)})" if inner is not None and isinstance(inner, StateProvider) else name
 
 
 def notes_of(provider: object) -> dict[str, str]:

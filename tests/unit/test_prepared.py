@@ -787,7 +787,8 @@ def test_a_view_of_another_dtype_cannot_be_prepared() -> None:
 
 
 def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
-    thin = prepared.Mark.of(object(), 0, is_thin=True)  # type: ignore[arg-type]
+    preparation = types.SimpleNamespace(rank=0)
+    thin = prepared.Mark.of(preparation, 0, is_thin=True)  # type: ignore[arg-type]
     with pytest.raises(SaveFailedError, match="another strategy"):
         torch.save({"model": thin.data}, io.BytesIO())
     with pytest.raises(SaveFailedError, match="another strategy"):
@@ -824,11 +825,11 @@ def test_extra_states_of_others_must_be_what_their_modules_make(monkeypatch: pyt
         extra_states(model, extra("0._extra_state", model[0].get_extra_state()))
 
 
-def test_marks_are_whole_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_are_whole_on_each_rank() -> None:
     """Megatron checks that all shards of an object are there, and other ranks may not be prepared."""
     marks = []
     for rank in range(2):
-        monkeypatch.setattr(prepared, "_rank_and_ranks", lambda rank=rank: (rank, 2))
-        marks.append(prepared.Mark.of(object(), 0, is_thin=False))  # type: ignore[arg-type]
+        preparation = types.SimpleNamespace(rank=rank)
+        marks.append(prepared.Mark.of(preparation, 0, is_thin=False))  # type: ignore[arg-type]
     assert marks[0].unique_key != marks[1].unique_key
     assert [mark.global_shape for mark in marks] == [(1,), (1,)]

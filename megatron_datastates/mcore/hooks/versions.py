@@ -10,6 +10,7 @@ Imports neither Megatron nor torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 
@@ -280,6 +281,7 @@ TOOLS = {
 }
 
 
+@functools.cache
 def release_of(version: str) -> Release:
     """Returns the Release for a version such as `0.18.2` or `0.20.0rc0`; the first one for anything older."""
     numbers = re.match(r"(\d+)\.(\d+)", version)

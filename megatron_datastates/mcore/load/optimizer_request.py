@@ -9,7 +9,6 @@ optimizer's own.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
+from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.buckets import describe_buckets, named_shards
 from megatron_datastates.plan.boxes import Box
 from megatron_datastates.plan.strided import boxes_in_range
@@ -43,20 +43,19 @@ def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Metadata with BY_OWN_BUCKETS asks for buckets, whatever sharding type it names.
     """
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        metadata = call.arguments["metadata"] or {}
-        if not call.arguments["is_loading"]:
+        call = parameters.of_call(args, kwargs)
+        if not call.get("is_loading"):
             return original(*args, **kwargs)
+        metadata = call.get("metadata") or {}
         if metadata.get(BY_OWN_BUCKETS):
-            call.arguments["metadata"] = {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}
-        state = original(*call.args, **call.kwargs)
+            metadata = {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}
+            args, kwargs = parameters.replaced(args, kwargs, "metadata", metadata)
+        state = original(*args, **kwargs)
         if isinstance(state, dict) and isinstance(state.get("param_state"), dict):
-            optimizer, model_state = call.arguments["self"], call.arguments["model_sharded_state_dict"]
-            _attach_own_buckets(optimizer, state["param_state"], model_state)
+            _attach_own_buckets(call["self"], state["param_state"], call["model_sharded_state_dict"])
         return state
 
     return sharded_state_dict

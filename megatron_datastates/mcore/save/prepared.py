@@ -85,8 +85,7 @@ class Mark(ShardedObject):  # type: ignore[misc]
         Whole by itself: Megatron checks that all shards of an object are there, and other ranks may have
         none.
         """
-        rank, _ = _rank_and_ranks()
-        mark = cls(f"{MARK}.{number}.{rank}", _Unsaveable() if is_thin else None, (1,), (0,))
+        mark = cls(f"{MARK}.{number}.{preparation.rank}", _Unsaveable() if is_thin else None, (1,), (0,))
         mark.preparation, mark.is_thin = preparation, is_thin
         return mark
 
@@ -117,6 +116,7 @@ class Preparation:
     def __init__(self, call: Mapping[str, Any]) -> None:
         require_known_maker()
         self._conditions = _conditions(call)
+        self.rank, _ = self._conditions[-1]
         self._survey = Survey(call["model"], call["optimizer"])
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
@@ -358,22 +358,17 @@ class _ThinChunk:
         return self._preparation.thin_chunk(self._number)
 
 
-def _rank_and_ranks() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _conditions(call: Mapping[str, Any]) -> Any:
     """Returns what must be equal in two saves for one to be prepared by the other."""
     metadata = [call.get(name) for name in ("model_sd_kwargs", "optim_sd_kwargs")]
+    world = torch.distributed.group.WORLD
     return (
         [id(chunk) for chunk in call["model"]],
         id(call["optimizer"]),
         [getattr(call["args"], name, None) for name in _ARGUMENTS],
         [_plain(one) for one in metadata],
-        _rank_and_ranks(),
-        id(torch.distributed.group.WORLD),
+        id(world),
+        (world.rank(), world.size()) if world is not None else (0, 1),
     )
 
 

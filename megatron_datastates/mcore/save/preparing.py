@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.prepared import Preparation
 from megatron_datastates.mcore.save.survey import UnprovableError
 from megatron_datastates.mcore.save.thin_groups import groups_alone
@@ -55,27 +55,31 @@ def saving(*, is_ours: bool, is_on: bool, is_constant: bool) -> Iterator[None]:
 
 def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `generate_state_dict`: returns a thin state dict if this save is prepared."""
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
         if _saving is None:
             return original(*args, **kwargs)
         with trainer_held("state_dict"):
-            bound = signature.bind(*args, **kwargs)
-            thin = _generate_thin(original, bound, _saving)
+            call = parameters.of_call(args, kwargs)
+
+            def generate(models: list[Any]) -> Any:
+                others, named = parameters.replaced(args, kwargs, "model", models)
+                return original(*others, **named)
+
+            thin = _generate_thin(generate, call, _saving)
             if _all_ranks_have(thin, _saving):
                 return thin
             if _saving.thin is not None:
                 _saving.thin.release()
                 _saving.thin = None
-            return _generate_full(original, bound, _saving)
+            return _generate_full(generate, call, _saving)
 
     return generate_state_dict
 
 
-def _generate_thin(original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving) -> Any:
+def _generate_thin(generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving) -> Any:
     """Returns a thin state dict if this rank is prepared, else None."""
-    call = bound.arguments
     preparation = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
     if preparation is None:
         return None
@@ -83,16 +87,11 @@ def _generate_thin(original: Callable[..., Any], bound: inspect.BoundArguments, 
         preparation.require_conditions(call)
         saving.thin = preparation
         with groups_alone(call["optimizer"]):
-            state = _with_models(original, bound, preparation.thin_models(leaves_out=saving.is_constant))
+            state = generate(preparation.thin_models(leaves_out=saving.is_constant))
         preparation.require_used()
         preparation.require_unchanged(call)
         return state
     return None
-
-
-def _with_models(original: Callable[..., Any], bound: inspect.BoundArguments, models: list[Any]) -> Any:
-    others = inspect.BoundArguments(bound.signature, type(bound.arguments)(bound.arguments, model=models))
-    return original(*others.args, **others.kwargs)
 
 
 def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
@@ -109,14 +108,13 @@ def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
     return not unready[0]
 
 
-def _generate_full(original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving) -> Any:
-    call = bound.arguments
+def _generate_full(generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving) -> Any:
     if call["model"]:
         _preparations.pop(call["model"][0], None)
     if saving.is_on:
         with _noting():
             saving.full = Preparation(call)
-    state = original(*bound.args, **bound.kwargs)
+    state = generate(call["model"])
     if saving.full is not None:
         with _noting():
             saving.full.note_models(call, state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +67,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     ) -> None:
         attach_saving()
         super().__init__(backend=BACKEND, version=1)
+        self._document = _metadata_json(CheckpointingConfig(self.backend, self.version))
         register(providers)
         self.assume_immutable = assume_immutable
         self._transform = transform
@@ -116,8 +116,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _extras(self) -> PublicationExtras:
         own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-        document = _metadata_json(CheckpointingConfig(self.backend, self.version))
-        return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, document, self._origin())
+        return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, self._document, self._origin())
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
@@ -128,14 +127,15 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
                 state = self._transform(state)
             return {"": state, **registered(self.options.providers)}
 
+        directory = path_of(checkpoint_dir)
         publication = saver_for(self.options).start(
-            path_of(checkpoint_dir),
+            directory,
             providers,
-            iteration=_iteration(sharded_state_dict, checkpoint_dir),
+            iteration=_iteration(sharded_state_dict, directory),
             mode=mode,
             extras=self._extras(),
             await_copies=not self.is_lazy(),
-            far_published=self._far_published(path_of(checkpoint_dir)),
+            far_published=self._far_published(directory),
         )
         publication.is_prepared = sharded.is_thin
         _note_near(publication)
@@ -222,11 +222,11 @@ def wrap_save_config(original: Any) -> Any:
     return save_config
 
 
-def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> int | None:
+def _iteration(sharded_state_dict: dict[str, Any], directory: Path) -> int | None:
     common = getattr(sharded_state_dict.get("common_state"), "data", None)
     if isinstance(common, dict) and isinstance(common.get("iteration"), int):
         return int(common["iteration"])
-    return iteration_in_name(path_of(checkpoint_dir).name)
+    return iteration_in_name(directory.name)
 
 
 def wrap_fully_parallel_init(original: Any) -> Any:

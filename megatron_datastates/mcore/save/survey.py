@@ -10,6 +10,7 @@ an element for each tensor; the trainer waits for them in every save.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -302,17 +303,26 @@ def _deciding(cls: type) -> list[Any]:
 
 
 def _require_trusted(cls: type, functions: Iterable[Any]) -> None:
-    for function in functions:
-        for part in _unwrapped(function):
-            home = _home(part)
-            if not home.startswith(_TRUSTED):
-                name = getattr(part, "__qualname__", repr(part))
-                raise UnprovableError(f"{home}.{name} has a say in the state dict of {cls.__qualname__}")
+    stranger = next(filter(None, map(_stranger_in, functions)), None)
+    if stranger is not None:
+        raise UnprovableError(f"{stranger} has a say in the state dict of {cls.__qualname__}")
 
 
-def code_of(function: Any) -> list[str]:
+# Asked once of each function: whoever replaces one in a class puts another one there.
+@functools.cache
+def _stranger_in(function: Any) -> str | None:
+    """Returns the name of a function of others that this is, or wraps; None if there is none."""
+    for part in _unwrapped(function):
+        home = _home(part)
+        if not home.startswith(_TRUSTED):
+            return f"{home}.{getattr(part, '__qualname__', repr(part))}"
+    return None
+
+
+@functools.cache
+def code_of(function: Any) -> tuple[str, ...]:
     """Returns the names of the modules that a function, and what it wraps, were written in."""
-    return [_home(part) for part in _unwrapped(function)]
+    return tuple([_home(part) for part in _unwrapped(function)])
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:

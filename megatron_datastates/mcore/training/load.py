@@ -5,7 +5,6 @@ They never load a checkpoint other than the requested one.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
+from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
@@ -38,7 +38,7 @@ _REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # siz
 
 def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `load_checkpoint`, in any format: each may overwrite memory that a save is still reading."""
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -46,7 +46,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
         FENCE.wait("a load")
-        purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
+        purpose = parameters.of_call(args, kwargs).get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
         _expect_loader(purpose)
         _bring_home(purpose)

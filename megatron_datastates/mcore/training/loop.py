@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError, SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
+from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
@@ -75,13 +75,13 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     It starts with all state providers made, which may watch the training from its first step, and only with
     the data loader at its loaded position.
     """
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
         if _options is not None:
             registered(_options.providers)
-        _require_restored_data(signature.bind(*args, **kwargs).arguments.get("train_data_iterator"))
+        _require_restored_data(parameters.of_call(args, kwargs).get("train_data_iterator"))
         _loops += 1
         try:
             return original(*args, **kwargs)
@@ -185,27 +185,31 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     The trainer is held for the whole call. A failed save raises, or is logged with `on_failure` "warn".
     """
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        if not _saves_are_ours():
+        from megatron.training.global_vars import get_args
+
+        chosen = get_args()
+        if not _saves_are_ours(chosen):
             return original(iteration, *args, **kwargs)
 
         from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
         from megatron_datastates.mcore.training import near, retention
 
-        call = signature.bind(iteration, *args, **kwargs).arguments
+        call = parameters.of_call((iteration, *args), kwargs)
         assert _options is not None, "_saves_are_ours has called enable_saving"
-        if _is_skipped(call, _options):
+        if _is_skipped(call, chosen, _options):
             return None
+        is_ours = not _is_local(call, chosen)
         with (
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
             near.saving(_options, is_release=bool(call.get("release"))),
-            dataloader.saving(is_ours=not _is_local(call)),
+            dataloader.saving(is_ours=is_ours),
             preparing.saving(
-                is_ours=not _is_local(call), is_on=_options.prepared, is_constant=_is_constant(call)
+                is_ours=is_ours, is_on=_options.prepared, is_constant=_is_constant(call, chosen)
             ),
         ):
             try:
@@ -219,26 +223,26 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_checkpoint
 
 
-def _is_skipped(call: dict[str, Any], options: Options) -> bool:
+def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     """Returns whether a save is left out because another one is unfinished; on all ranks alike.
 
     Never the last one of a run: nothing would be saved later. So only saves of an interval are left out, and
     not those that precede an exit or a new phase. Whether a signal or --exit-duration-in-mins ends the run
     in that very iteration is not known yet (`wrap_decision`).
     """
-    from megatron.training.global_vars import get_args
-
     from megatron_datastates.pipeline.saver import saver_for
 
     global _skipped
-    args, iteration = get_args(), call["iteration"]
+    is_asked = _may_skip and options.while_saving == "skip" and getattr(args, "async_save", False)
+    if not is_asked or not is_training() or _is_local(call, args):
+        return False
+    iteration = call["iteration"]
     exit_interval = getattr(args, "exit_interval", None) or 0
     is_last = iteration >= (getattr(args, "train_iters", None) or 0)
     is_last |= exit_interval > 0 and iteration % exit_interval == 0
     intervals = [getattr(args, f"{kind}save_interval", None) for kind in ("", "non_persistent_")]
     is_due = any(interval and iteration % interval == 0 for interval in intervals)
-    is_asked = _may_skip and options.while_saving == "skip" and getattr(args, "async_save", False)
-    if not is_asked or is_last or not is_due or not is_training() or _is_local(call):
+    if is_last or not is_due:
         return False
     unfinished = saver_for(options).unfinished_save()
     if unfinished is None:
@@ -254,24 +258,20 @@ def _is_skipped(call: dict[str, Any], options: Options) -> bool:
     return True
 
 
-def _is_local(call: dict[str, Any]) -> bool:
+def _is_local(call: dict[str, Any], args: Any) -> bool:
     """Returns whether a call of save_checkpoint saves to the node's own disk, which Megatron does itself."""
-    from megatron.training.global_vars import get_args
-
-    local = getattr(get_args(), "non_persistent_ckpt_type", None) == "local"
+    local = getattr(args, "non_persistent_ckpt_type", None) == "local"
     return local and bool(call.get("non_persistent_ckpt"))
 
 
-def _is_constant(call: dict[str, Any]) -> bool:
+def _is_constant(call: dict[str, Any], args: Any) -> bool:
     """Returns whether Megatron takes the structure of the state for known, and exchanges nothing about it."""
-    from megatron.training.global_vars import get_args
-
     strategy = (call.get("checkpointing_context") or {}).get("save_strategy")
-    is_constant = getattr(get_args(), "ckpt_assume_constant_structure", False)
+    is_constant = getattr(args, "ckpt_assume_constant_structure", False)
     return is_constant and strategy is not None
 
 
-def _saves_are_ours() -> bool:
+def _saves_are_ours(args: Any) -> bool:
     """Returns whether the arguments select our format; calls enable_saving if this process has not.
 
     Arguments may have been parsed and validated in another process (Ray's driver) or come from a file.
@@ -279,9 +279,6 @@ def _saves_are_ours() -> bool:
     Raises:
         OptionError, HookPointError: they select our format, and it is not available.
     """
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
     if not adopt(args) or is_converting(args):
         return False
     if _options is None:

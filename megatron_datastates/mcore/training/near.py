@@ -22,7 +22,6 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
@@ -152,8 +151,11 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
 
     if not _is_ours:
         return None
-    args, iteration = get_args(), iteration_in_name(checkpoint.name)
-    if iteration is None or not args.save or checkpoint.absolute().parent != path_of(args.save).absolute():
+    args = get_args()
+    # As text: in each save, objects for the same paths would be made anew.
+    run, name = os.path.split(os.path.abspath(checkpoint))  # noqa: PTH100
+    iteration = iteration_in_name(name)
+    if iteration is None or not args.save or run != os.path.abspath(args.save):  # noqa: PTH100
         return None
     interval = getattr(args, "save_retain_interval", None)
     number = next(_numbers)

@@ -56,7 +56,7 @@ def saving(iteration: int) -> Iterator[None]:
             thread.join()
     finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
     # Path.exists would raise some errors, on one rank alone.
-    if finalize is not None and os.path.exists(path_of(args.save) / name):  # noqa: PTH110
+    if finalize is not None and os.path.exists(os.path.join(args.save, name)):  # noqa: PTH110, PTH118
         finalize(blocking=True)  # deletions by retention with --async-save
     if getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
         mend(path_of(args.save) / TRACKER_NAME)

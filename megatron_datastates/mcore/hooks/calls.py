@@ -1,0 +1,48 @@
+"""Arguments of the calls that a hook sees, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Parameters:
+    """The parameters of a hooked function, and what its calls pass for them.
+
+    Does what `inspect.Signature.bind` does, which takes 0.1 ms of a save that follows an iteration: its code
+    is in no cache then.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._signature = inspect.signature(function)
+        found = self._signature.parameters.values()
+        by_name = [one for one in found if one.kind in _BY_NAME]
+        # A function that takes `*args` or the like is left to inspect.
+        self._positional = tuple(
+            [one.name for one in by_name if one.kind is one.POSITIONAL_OR_KEYWORD]
+            if len(by_name) == len(found)
+            else []
+        )
+        self._names = frozenset(one.name for one in by_name)
+        self._required = frozenset(one.name for one in by_name if one.default is one.empty)
+
+    def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that a call passes, without defaults. Raises TypeError as the call would."""
+        if len(args) <= len(self._positional):
+            call = dict(zip(self._positional, args, strict=False))
+            call.update(kwargs)
+            if len(call) == len(args) + len(kwargs) and self._required <= call.keys() <= self._names:
+                return call
+        return dict(self._signature.bind(*args, **kwargs).arguments)
+
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a call with another value for one that it passes."""
+        if name in kwargs:
+            return args, {**kwargs, name: value}
+        at = list(self._signature.parameters).index(name)
+        return (*args[:at], value, *args[at + 1 :]), dict(kwargs)
