@@ -793,7 +793,7 @@ def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
         torch.save({"model": thin.data}, io.BytesIO())
     with pytest.raises(SaveFailedError, match="another strategy"):
         torch.save({"model": thin}, io.BytesIO())
-    full = prepared.Mark.of(object(), 0, is_thin=False)  # type: ignore[arg-type]
+    full = prepared.Mark.of(preparation, 0, is_thin=False)  # type: ignore[arg-type]
     for mark in (thin, full):
         buffer = io.BytesIO()
         torch.save(mark.without_data(), buffer)  # as ranks exchange metadata

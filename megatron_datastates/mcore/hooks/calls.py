@@ -19,19 +19,14 @@ class Parameters:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._signature = inspect.signature(function)
         found = self._signature.parameters.values()
-        by_name = [one for one in found if one.kind in _BY_NAME]
-        # A function that takes `*args` or the like is left to inspect.
-        self._positional = tuple(
-            [one.name for one in by_name if one.kind is one.POSITIONAL_OR_KEYWORD]
-            if len(by_name) == len(found)
-            else []
-        )
-        self._names = frozenset(one.name for one in by_name)
-        self._required = frozenset(one.name for one in by_name if one.default is one.empty)
+        self._is_simple = all(one.kind in _BY_NAME for one in found)  # all others are left to inspect
+        self._positional = [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+        self._names = frozenset(one.name for one in found)
+        self._required = frozenset(one.name for one in found if one.default is one.empty)
 
     def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments that a call passes, without defaults. Raises TypeError as the call would."""
-        if len(args) <= len(self._positional):
+        if self._is_simple and len(args) <= len(self._positional):
             call = dict(zip(self._positional, args, strict=False))
             call.update(kwargs)
             if len(call) == len(args) + len(kwargs) and self._required <= call.keys() <= self._names:
