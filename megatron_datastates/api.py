@@ -59,7 +59,7 @@ class SaveHandle:
             SaveFailedError: the save failed on some rank; all ranks raise the same text.
         """
         if self._publication.wait() is Outcome.FAILED:
-            raise SaveFailedError(self._publication.error)
+            raise SaveFailedError(self._publication.error) from self._publication.save.cause
         return save_report(self._publication, self._mode)
 
     @property

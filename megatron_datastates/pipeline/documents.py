@@ -83,6 +83,7 @@ def record_of(
         forgets=forgets,
         host=host,
         endpoint=endpoint,
+        iteration=-1 if save.context.iteration is None else save.context.iteration,
         stable=StableRecord() if stable is None else stable_record(stable, layouts[1].digest, index_bytes[1]),
     )
 

@@ -7,12 +7,41 @@ iteration publishes as many checkpoints as it begins. They are published in the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult
 
 FLAGS = 5  # numbers that each save adds to the sum
+
+
+class Turn:
+    """Who may start or poll saves: one thread at a time, and no signal handler in the middle of that.
+
+    To be used in place, as a signal may come between any two calls:
+
+        with turn.lock:
+            turn.require_free()
+            turn.is_taken = True
+            try:
+                ...
+            finally:
+                turn.is_taken = False
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # other threads wait; the same one gets the error
+        self.is_taken = False
+
+    def require_free(self) -> None:
+        """Raises DataStatesError where this thread is in the middle of a start or a poll."""
+        if self.is_taken:
+            raise DataStatesError(
+                "a signal handler or a finalizer saves, or asks for a save, in the middle of the start or "
+                "the poll of another one: set a flag in it, and save once that call has returned"
+            )
 
 
 class Polled(Protocol):
@@ -40,6 +69,10 @@ class Polled(Protocol):
         """Returns this rank's FLAGS numbers."""
         ...
 
+    def interrupt(self, error: BaseException) -> None:
+        """Gives the save up on this rank: a poll of it ended in the middle, and left nobody knows what."""
+        ...
+
     def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol.
 
@@ -57,8 +90,9 @@ class Polled(Protocol):
 class Polls:
     """The unfinished saves of one world, in the order in which they began. On the trainer's thread only."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, turn: Turn | None = None) -> None:
         self.collectives = collectives
+        self._turn = turn or Turn()
         self._saves: list[Polled] = []
         self._asked: PendingResult[list[int]] | None = None
         self._asked_for: list[Polled] = []
@@ -80,7 +114,25 @@ class Polls:
 
         Args:
             asked: the save that a program asks for.
+
+        Raises:
+            DataStatesError: it is polled already, further up the stack.
         """
+        turn = self._turn
+        with turn.lock:
+            turn.require_free()
+            turn.is_taken = True
+            try:
+                return self._poll(asked)
+            except BaseException as error:  # an interrupt, or a peer that is gone
+                saves, self._saves, self._asked, self._asked_for = self._saves, [], None, []
+                for save in saves:
+                    save.interrupt(error)
+                raise
+            finally:
+                turn.is_taken = False
+
+    def _poll(self, asked: Polled) -> list[Polled]:
         if not any(save is asked for save in self._saves):
             self._saves.append(asked)
         for save in self._saves:

@@ -66,6 +66,7 @@ _BLOCKING_POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 10.0  # how long indexes are awaited once the save is abandoned or has failed
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
+_UNKNOWN = "Whether it is published yet, `datastates ls` says; its files were kept."
 
 
 class Outcome(enum.Enum):
@@ -110,7 +111,7 @@ class Publication:
         self._indexes_arrived = threading.Event()
         self._keep_file = False  # even if the save fails
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
-        self._abandoned = False
+        self._abandoned, self._why_abandoned = False, ""
         self.is_awaited = False  # the trainer does nothing but wait for this save
         # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
         # makes copies of others': set before the save starts.
@@ -145,7 +146,9 @@ class Publication:
         Collective: every rank calls it equally often, for any of the saves. Waits only for ranks that are a
         whole poll late, and for the previous poll's call on the device.
         """
-        if self.outcome is Outcome.PENDING:
+        if self._abandoned or not self.collectives.is_current():
+            self._end_alone()
+        elif self.outcome is Outcome.PENDING:
             with trainer_held("polls", self.save):
                 over = self._polls.poll(self)
             for other in over:
@@ -257,10 +260,31 @@ class Publication:
 
     def abandon(self, reason: str) -> None:
         """Ends the save on this rank, which will not poll again. Not collective."""
-        self._abandoned = True
+        self._abandoned, self._why_abandoned = True, reason
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.cancel_and_remove(reason)
             self.save.drop_sources()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Abandons the save; see polls.Polled."""
+        self.abandon(f"a poll was interrupted by {type(error).__name__}")
+
+    def _end_alone(self) -> None:
+        """Ends an abandoned save without the other ranks, which may have gone on or not."""
+        if self.outcome is not Outcome.PENDING:
+            return
+        if self._publishing and self.collectives.size == 1 and self.join_publisher():
+            if self._published.is_set():
+                self._end(Outcome.PUBLISHED)
+                return
+            self._publishing = self._manifest_in_place
+        self.abandon(self._why_abandoned or "torch.distributed was initialized anew, or ended, meanwhile")
+        if self._publishing:
+            self.ended_callback = lambda: None  # would remove files that a manifest may name
+        said = _UNKNOWN if self._publishing else _NOTHING
+        rank, directory = self.collectives.rank, self.save.context.directory
+        self.error = f"the save to {directory} was given up on rank {rank}: {self._why_abandoned}. {said}"
+        self._end(Outcome.FAILED)
 
     def forget(self) -> None:
         """Leaves the polls of other saves."""
@@ -270,6 +294,11 @@ class Publication:
 
     def _exchange(self, records: Records) -> None:
         self.records = records
+        try:
+            records.check_iterations()
+        except DataStatesError as error:  # on all ranks, which have the same records
+            self.save.fail(error)
+            return
         if records[0].forgets:
             self.layouts.forget(self._epoch)
         self.near = NearShare.of(records, self.save.context, self.layouts, self._faults, self.replicas)
@@ -315,7 +344,7 @@ class Publication:
     def _publish_near(self, near: NearShare) -> None:
         try:
             near.do_part(lambda: self._abandoned or self.outcome is not Outcome.PENDING)
-        except Exception as error:
+        except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = near.is_in_place
             self.save.fail(error)
             return
@@ -381,7 +410,7 @@ class Publication:
         rank = self.collectives.rank
         failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
         self._fail(b"".join(failures))
-        raise SaveFailedError(self.error)
+        raise SaveFailedError(self.error) from self.save.cause
 
     def _add_parts(self, parts: Sequence[SavedPart]) -> None:
         for record, part in zip(self.records, parts, strict=True):
@@ -424,7 +453,7 @@ class Publication:
             commit.publish()
             self.published_callback(self.save.context.save_id)
             self.published_at = time.perf_counter()
-        except Exception as error:
+        except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = commit is not None and commit.is_in_place
             self.save.fail(error)
             return
@@ -468,7 +497,6 @@ class Publication:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""
         return self.save.join(seconds) and (self._publisher is None or self._publisher.join(seconds))
 
-    def join_publisher(self) -> None:
-        """Waits until a manifest that is being written is in place, or could not be written."""
-        if self._publisher is not None:
-            self._publisher.join()
+    def join_publisher(self, seconds: float | None = None) -> bool:
+        """Waits until no manifest is being written any more; returns False if that takes longer."""
+        return self._publisher is None or self._publisher.join(seconds)

@@ -14,11 +14,12 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 
 HOST_BYTES, ENDPOINT_BYTES = 40, 34
-_RECORD = struct.Struct(f"<I?QQI16sQ7d16sIQ??{HOST_BYTES}s{ENDPOINT_BYTES}s QQI16sQQ32s")
+_RECORD = struct.Struct(f"<I?QQI16sQ7d16sIQ??{HOST_BYTES}s{ENDPOINT_BYTES}sq QQI16sQQ32s")
 STABLE_GROUP = 1  # of the second data file
 _COLUMNS = np.dtype(
     [
@@ -42,6 +43,7 @@ _COLUMNS = np.dtype(
         ("forgets", "?"),
         ("host", f"V{HOST_BYTES}"),
         ("endpoint", f"V{ENDPOINT_BYTES}"),
+        ("iteration", "<i8"),
         ("stable_file_bytes", "<u8"),
         ("stable_footer", "V12"),
         ("stable_layout_digest", "V16"),
@@ -101,6 +103,7 @@ class RankRecord(NamedTuple):
     endpoint: bytes = bytes(
         ENDPOINT_BYTES
     )  # where the rank serves its files; zeros: nowhere (near/serving.py)
+    iteration: int = -1  # -1: none was given. The same on all ranks, or the save fails
     stable: StableRecord = StableRecord()
 
     def encode(self) -> bytes:
@@ -152,6 +155,17 @@ class Records(Sequence[RankRecord]):
             return Records(self.columns[at].tobytes())
         begin = range(len(self))[at] * _RECORD.size
         return RankRecord.decode(self._data[begin : begin + _RECORD.size])
+
+    def check_iterations(self) -> None:
+        """Raises DataStatesError if ranks have saved the state of other iterations."""
+        found = self.columns["iteration"]
+        if (found != found[0]).any():
+            rank = int((found != found[0]).argmax())
+            first, other = (None if n < 0 else int(n) for n in (found[0], found[rank]))
+            raise DataStatesError(
+                f"ranks save the state of different iterations: rank 0 of {first}, rank {rank} of {other}. "
+                "Every rank has to pass the same one, and to save equally often"
+            )
 
     def sent_bytes(self) -> npt.NDArray[np.int64]:
         """Returns the bytes that rank 0 needs of each rank's two own indexes and of its list of providers.

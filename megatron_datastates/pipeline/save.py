@@ -422,8 +422,8 @@ class RankSave:
                 self.stable.complete(self._seal)
             self._durable.set()
         except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
+            self.fail(error)  # first: the look of a poll would take what cancelling leaves for the cause
             self._cancel(str(error))
-            self.fail(error)
             self.tail.close()  # before what may take long: the trainer may wait for it
             self._remove()
         self.tail.close()

@@ -34,7 +34,7 @@ from megatron_datastates.pipeline.links import Link, Links
 from megatron_datastates.pipeline.milestones import SaveContext, State
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_items
-from megatron_datastates.pipeline.polls import Polls
+from megatron_datastates.pipeline.polls import Polls, Turn
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
@@ -65,7 +65,8 @@ class SaveSession:
         self.plans = Plans(_KEPT_PLANS)
         self.links = Links()
         self.collectives = Collectives()
-        self._polls = Polls(self.collectives)
+        self.turn = Turn()
+        self._polls = Polls(self.collectives, self.turn)
         self.memory_wait_reported = False  # logged once
         self._run_id: int | None = None
         self._ordinal = 0
@@ -84,7 +85,7 @@ class SaveSession:
     def polls(self) -> Polls:
         """The unfinished saves of this world."""
         if self._polls.collectives is not self.collectives:
-            self._polls = Polls(self.collectives)
+            self._polls = Polls(self.collectives, self.turn)
         return self._polls
 
     def next_id(self) -> SaveId:
@@ -128,14 +129,39 @@ class Saver:
         run: the trainer's stream waits for them). The rest must not change before the next fence
         (engine.fence.FENCE). With `await_copies`, or if the option `lazy` is off, returns when everything has
         been copied, so that memory may also be unmapped. Nothing is published before every rank has polled
-        the returned publication a few times. Raises nothing but KeyboardInterrupt and SystemExit, which end
-        the save: polls bring this rank's error to all ranks.
+        the returned publication a few times. Errors of the save itself are values: polls bring them to all
+        ranks.
 
         Args:
             far_published: called on rank 0, on some thread, once the checkpoint is published in `directory`;
                 of a save that it raises an error for, nothing is removed. Allows a near tier, if the options
                 name one; the call then comes after the save is published.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: which end the save.
+            DataStatesError: another save is being started or polled, further up the stack.
         """
+        turn = self.session.turn
+        with turn.lock:
+            turn.require_free()
+            turn.is_taken = True
+            try:
+                return self._start_save(
+                    directory, providers, iteration, mode, extras, await_copies, far_published
+                )
+            finally:
+                turn.is_taken = False
+
+    def _start_save(
+        self,
+        directory: Path,
+        providers: Providers,
+        iteration: int | None,
+        mode: str,
+        extras: PublicationExtras | None,
+        await_copies: bool,
+        far_published: Callable[[SaveId], None] | None,
+    ) -> Publication:
         session, options = self.session, self.options
         session.enter_world()
         self._abandon_old_world()
@@ -285,6 +311,7 @@ class Saver:
         A device or a disk that hangs must not keep the program from ending: waits up to _CLOSING_SECONDS for
         it and then abandons the copies or writes.
         """
+        deadline = time.monotonic() + _CLOSING_SECONDS
         for publication in self._unfinished:
             if publication.is_under_way:
                 directory, state = publication.save.context.directory, publication.state
@@ -296,11 +323,16 @@ class Saver:
                     )
             if publication.outcome is Outcome.PENDING:
                 publication.abandon("the program ended before the save was published")
-            publication.join_publisher()
+            if not publication.join_publisher(max(deadline - time.monotonic(), 0.0)):
+                logger.error(
+                    "the manifest of the save to %s still hangs after %g s: whether it was published is not "
+                    "known",
+                    publication.save.context.directory,
+                    _CLOSING_SECONDS,
+                )
             publication.forget()
         if self._preparing is not None:
             FENCE.discard(self._preparing)
-        deadline = time.monotonic() + _CLOSING_SECONDS
         for publication in self._unfinished:
             publication.save.join(max(deadline - time.monotonic(), 0.0))
         if self._engine is not None:

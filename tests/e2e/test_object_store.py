@@ -72,7 +72,9 @@ def test_a_killed_run_resumes_from_what_only_the_near_tier_has(
     far.environment["TMPDIR"] = str(tmp_path)  # the near tier that is used where none is given
     far.store.fail(f"PUT .*iter_0000004/{MANIFEST}", UNAVAILABLE)
     killed = pretraining.start(
-        *far.arguments("--step-delay-ms", "300", steps=12), environment=far.environment
+        # The delay is long enough that the run does not end before it is killed, on a busy machine either.
+        *far.arguments("--step-delay-ms", "1500", steps=12),
+        environment=far.environment,
     )
     killed.job.wait_until(lambda: any("iter_0000004/index-" in name for name in far.names()), 60)
     killed.job.kill()

@@ -48,7 +48,7 @@ STABLE = st.builds(StableRecord, LONG, LONG, WORD, DIGEST, LONG, LONG, SHA256)
 RECORDS = st.builds(
     RankRecord, WORD, st.booleans(), LONG, LONG, WORD, DIGEST, LONG,
     SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, LONG,
-    st.booleans(), st.booleans(), HOST, ENDPOINT, STABLE,
+    st.booleans(), st.booleans(), HOST, ENDPOINT, st.integers(-1, (1 << 63) - 1), STABLE,
 )  # fmt: skip
 RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.02, 0.2, 0.5, 0.6, 0.0)
 

@@ -224,7 +224,10 @@ def empty(directory: Path) -> None:
     [
         (lambda d: (d / MANIFEST_NAME).unlink(), "unfinished.*its save was killed or failed"),
         (empty, "there is no datastates.manifest in it"),
-        (lambda d: (empty(d), (d / ".metadata").touch()), "a torch_dist checkpoint.*`datastates convert`"),
+        (
+            lambda d: (empty(d), (d / ".metadata").touch()),
+            "a checkpoint of torch_dist or DCP.*`datastates convert`",
+        ),
         (
             lambda d: (empty(d), (d / "iter_0000009").mkdir(), (d / "iter_0000010").mkdir()),
             "directory of a run.*/iter_0000010$",

@@ -1,0 +1,244 @@
+"""Polls and starts that are interrupted in the middle, nested in each other, or made by two threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.errors import DataStatesError, SaveFailedError
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline import commit as commits
+from megatron_datastates.pipeline import publication as publications
+from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.saver import Saver
+from tests.unit.ranks_in_turn import RanksInTurn
+from tests.unit.states import State, data_files, new_saver
+
+NESTED = "in the middle of the start or the poll of another one"
+LIMIT_SECONDS = 30.0
+
+
+@pytest.fixture
+def saver() -> Iterator[Saver]:
+    saver = new_saver()
+    yield saver
+    saver.close()
+
+
+def state(value: float, rank: int = 0) -> State:
+    return State({f"w{rank}": torch.full((300,), value)})
+
+
+def once(function: Callable[..., Any], act: Callable[[], Any]) -> Callable[..., Any]:
+    """Returns a function that calls `act` first, the first time that it is called."""
+    left = [act]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.pop()()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def polled(publication: Publication) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        while publication.poll() is Outcome.PENDING:
+            pass
+
+
+def assert_saves(saver: Saver, directory: Path) -> None:
+    assert saver.start(directory, state(9)).wait() is Outcome.PUBLISHED
+    assert ds.load(directory)["w0"].unique().tolist() == [9]
+
+
+@pytest.mark.parametrize("name", ["record_of", "encode_failure"])
+def test_an_interrupted_poll_is_no_success(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The sums of a poll are used once: acted on again, they would say that all is published."""
+    monkeypatch.setattr(publications, name, once(getattr(publications, name), interrupt))
+    publication = saver.start(tmp_path / "a", state(1))
+    if name == "encode_failure":
+        publication.save.fail(OSError("the disk"))
+    polled(publication)
+    assert publication.wait() is Outcome.FAILED
+    assert "was given up on rank 0: a poll was interrupted by KeyboardInterrupt" in str(publication.error)
+    assert "Nothing was published" in str(publication.error)
+    assert not (tmp_path / "a" / MANIFEST_NAME).exists()
+    assert publication.join(LIMIT_SECONDS) and not data_files(tmp_path / "a")
+    assert_saves(saver, tmp_path / "b")
+
+
+def test_an_interrupt_while_records_are_exchanged_leaves_later_saves_alone(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Publication, "_exchange", once(Publication._exchange, interrupt))
+    first, second = saver.start(tmp_path / "a", state(1)), saver.start(tmp_path / "b", state(2))
+    polled(first)
+    assert [one.wait() for one in (first, second)] == [Outcome.FAILED] * 2
+    assert_saves(saver, tmp_path / "c")
+
+
+def test_what_was_being_published_is_published(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Publication._look_for_indexes
+
+    def interrupted(publication: Publication) -> None:
+        if publication._publisher is not None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        look(publication)
+
+    monkeypatch.setattr(Publication, "_look_for_indexes", interrupted)
+    publication = saver.start(tmp_path / "a", state(1))
+    polled(publication)
+    assert publication.wait() is Outcome.PUBLISHED
+    assert ds.load(tmp_path / "a")["w0"].unique().tolist() == [1]
+    assert_saves(saver, tmp_path / "b")
+
+
+def test_an_interrupted_rank_keeps_a_file_that_a_manifest_may_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = RanksInTurn(2)
+    saves = [saver.start(tmp_path, state(1, rank)) for rank, saver in enumerate(ranks.savers)]
+    monkeypatch.setattr(Publication, "_exchange", once(Publication._exchange, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            for one in reversed(saves):
+                one.poll()
+    assert saves[1].wait() is Outcome.FAILED
+    assert "Whether it is published yet, `datastates ls` says; its files were kept" in str(saves[1].error)
+    assert len(data_files(tmp_path)) == 2
+    ranks.close()
+
+
+def test_a_save_within_a_poll_is_refused_and_harms_nothing(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nested() -> None:
+        with pytest.raises(DataStatesError, match=NESTED):
+            saver.start(tmp_path / "b", state(2))
+        with pytest.raises(DataStatesError, match=NESTED):
+            publication.poll()
+
+    monkeypatch.setattr(publications, "record_of", once(publications.record_of, nested))
+    publication = saver.start(tmp_path / "a", state(1))
+    assert publication.wait() is Outcome.PUBLISHED
+    assert_saves(saver, tmp_path / "c")
+
+
+def test_a_save_within_a_start_is_refused_and_harms_nothing(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nested() -> None:
+        with pytest.raises(DataStatesError, match=NESTED):
+            saver.start(tmp_path / "b", state(2))
+
+    monkeypatch.setattr(saver, "_plan", once(saver._plan, nested))
+    assert saver.start(tmp_path / "a", state(1)).wait() is Outcome.PUBLISHED
+
+
+def test_threads_save_one_after_the_other(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second thread's start waits for the first one's to return."""
+    entered, may_go = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        entered.set()
+        assert may_go.wait(LIMIT_SECONDS)
+
+    monkeypatch.setattr(saver, "_plan", once(saver._plan, slow))
+    outcomes: dict[str, Outcome] = {}
+
+    def run(name: str, value: float) -> None:
+        outcomes[name] = saver.start(tmp_path / name, state(value)).wait()
+
+    threads = [threading.Thread(target=run, args=args) for args in (("a", 1.0), ("b", 2.0))]
+    threads[0].start()
+    assert entered.wait(LIMIT_SECONDS)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive() and not (tmp_path / "b").exists()
+    may_go.set()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert outcomes == {"a": Outcome.PUBLISHED, "b": Outcome.PUBLISHED}
+    assert [ds.load(tmp_path / name)["w0"].unique().tolist() for name in "ab"] == [[1], [2]]
+
+
+def test_a_handle_of_a_world_that_is_gone_says_so(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = saver.start(tmp_path / "a", state(1))
+    monkeypatch.setattr(Collectives, "is_current", lambda self: False)
+    assert publication.wait() is Outcome.FAILED
+    assert "torch.distributed was initialized anew, or ended, meanwhile" in str(publication.error)
+
+
+def test_ranks_that_save_other_iterations_fail_together(tmp_path: Path) -> None:
+    ranks = RanksInTurn(3)
+    saves = [
+        saver.start(tmp_path, state(1, rank), iteration=(100, 100, 200)[rank])
+        for rank, saver in enumerate(ranks.savers)
+    ]
+    while not saves[0].is_over:
+        for one in reversed(saves):
+            one.poll()
+    assert {one.outcome for one in saves} == {Outcome.FAILED}
+    assert len({one.error for one in saves}) == 1
+    assert "rank 0 of 100, rank 2 of 200. Every rank has to pass the same one" in str(saves[0].error)
+    for one in saves:
+        assert one.join(LIMIT_SECONDS)
+    assert not (tmp_path / MANIFEST_NAME).exists() and not data_files(tmp_path)
+    ranks.close()
+
+
+def test_the_cause_of_a_failed_save_is_its_first_error(tmp_path: Path) -> None:
+    class Failing:
+        def entries(self) -> Any:
+            raise KeyError("x")
+
+        def restore(self, reader: object) -> None:
+            pass
+
+    with pytest.raises(SaveFailedError) as caught:
+        ds.save({"own": Failing()}, tmp_path)
+    assert "KeyError: 'x'" in str(caught.value.__cause__)
+
+
+def test_closing_does_not_wait_without_limit_for_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron_datastates.pipeline import saver as savers
+
+    hangs, reached = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        assert hangs.wait(LIMIT_SECONDS)
+
+    monkeypatch.setattr(commits, "sync_above", once(commits.sync_above, hang))
+    monkeypatch.setattr(savers, "_CLOSING_SECONDS", 0.2)
+    saver = new_saver()
+    publication = saver.start(tmp_path, state(1))
+    while not reached.is_set():
+        publication.poll()
+    saver.close()
+    assert "the manifest of the save to" in caplog.text and "still hangs after 0.2 s" in caplog.text
+    hangs.set()
+    assert publication.join_publisher(LIMIT_SECONDS)
