@@ -7,6 +7,7 @@ not belong here: fences, agreement of ranks, publishing.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 import weakref
@@ -90,34 +91,46 @@ class StagingEngine:
         """
         first = np.frombuffer(header, np.uint8)
         on_device = _is_on_current_device(copies.devices)
-        with native.errors_for_users():
-            job = self.native.start(
-                path=str(path),
-                reserve_bytes=layout.tensor_end + tail_bytes,
-                end=layout.tensor_end,
-                sources=copies.sources(first.ctypes.data, addresses),
-                bytes=copies.bytes,
-                offsets=copies.offsets,
-                row_bytes=copies.row_bytes,
-                row_steps=copies.row_steps,
-                storages=copies.storages(list(map(id, owners)) if on_device else ()),
-                flags=copies.eager * np.uint8(native.EAGER_FLAG)
-                | copies.on_device * np.uint8(native.DEVICE_FLAG),
-                stream=_current_stream() if on_device else 0,
-                lazy_seconds=_EAGER_SECONDS,
-                output=output,
-            )
-        save = FileSave(self, job, path, layout, [first, *owners], on_device)
+        start = functools.partial(
+            self.native.start,
+            path=str(path),
+            reserve_bytes=layout.tensor_end + tail_bytes,
+            end=layout.tensor_end,
+            sources=copies.sources(first.ctypes.data, addresses),
+            bytes=copies.bytes,
+            offsets=copies.offsets,
+            row_bytes=copies.row_bytes,
+            row_steps=copies.row_steps,
+            storages=copies.storages(list(map(id, owners)) if on_device else ()),
+            flags=copies.eager * np.uint8(native.EAGER_FLAG)
+            | copies.on_device * np.uint8(native.DEVICE_FLAG),
+            stream=_current_stream() if on_device else 0,
+            lazy_seconds=_EAGER_SECONDS,
+            output=output,
+        )
+        made: list[native.SaveJob] = []
         try:
+            with native.errors_for_users():
+                # Started and noted without a step between: at an interrupt there, nobody would end the job.
+                made.extend(itertools.starmap(start, [()]))
+            save = FileSave(self, made[0], path, layout, [first, *owners], on_device)
             save.wait_eager(self.options.fence_deadline)
             if copies.eager.any() and save.failure is None:  # else a copy may still be under way
                 save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments])
             save.allow_lazy_copies(lazy_seconds)
         except BaseException:  # an interrupt: the caller gets no save to fence, so it must not keep reading
-            save.cancel("its start was interrupted")
-            save.remove()
+            for job in made:
+                job.cancel("its start was interrupted")
+                self.remove(job)
             raise
         return save
+
+    def remove(self, job: native.SaveJob) -> None:
+        """Waits until nothing of a failed job is in flight, then removes its file."""
+        while not job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
+            if self.given_up:
+                return
+        job.remove()
 
     def page_lock(self) -> bool:
         """Page-locks staging memory in the background if CUDA is initialized; returns whether it is.
@@ -367,10 +380,7 @@ class FileSave:
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes its file."""
-        while not self._job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
-            if self._engine.given_up:
-                return
-        self._job.remove()
+        self._engine.remove(self._job)
 
     # -- any thread -------------------------------------------------------------------------------------
 

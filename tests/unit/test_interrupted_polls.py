@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.engine import staging
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import commit as commits
@@ -18,6 +20,7 @@ from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.providers.base import Mutability
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, data_files, new_saver
 
@@ -150,6 +153,20 @@ def test_a_save_within_a_start_is_refused_and_harms_nothing(
 
     monkeypatch.setattr(saver, "_plan", once(saver._plan, nested))
     assert saver.start(tmp_path / "a", state(1)).wait() is Outcome.PUBLISHED
+
+
+def test_an_interrupt_right_after_the_start_of_copies_ends_them(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.ones(1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.FileSave, "__init__", once(staging.FileSave.__init__, interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            saver.start(tmp_path / "a", State({"w0": tensor}, {}, Mutability.AT_FENCE))
+    assert list(tmp_path.glob("a/*")) == []
+    open_files = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+    assert not any(name.startswith(str(tmp_path)) for name in open_files)
+    assert_saves(saver, tmp_path / "b")
 
 
 def test_threads_save_one_after_the_other(
