@@ -20,7 +20,6 @@ from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.providers.base import Mutability
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, data_files, new_saver
 
@@ -162,7 +161,7 @@ def test_an_interrupt_right_after_the_start_of_copies_ends_them(
     with monkeypatch.context() as patch:
         patch.setattr(staging.FileSave, "__init__", once(staging.FileSave.__init__, interrupt))
         with pytest.raises(KeyboardInterrupt):
-            saver.start(tmp_path / "a", State({"w0": tensor}, {}, Mutability.AT_FENCE))
+            saver.start(tmp_path / "a", State({"w0": tensor}))
     assert list(tmp_path.glob("a/*")) == []
     open_files = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
     assert not any(name.startswith(str(tmp_path)) for name in open_files)
