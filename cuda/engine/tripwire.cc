@@ -41,7 +41,8 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
       std::memcpy(&host_[sample.place * kSampleBytes], reinterpret_cast<const void*>(sample.source),
                   sample.bytes);
     } else if (grid != samples.grids.end() && grid->place == sample.place) {
-      after_grid = grid->place + grid++->rows;
+      after_grid = grid->place + grid->rows;
+      ++grid;
     } else if (device_ && sample.place >= after_grid) {
       copier->CopyRowsAtOnce(device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes, 0, 1);
     }
