@@ -74,14 +74,22 @@ DataFile::~DataFile() {
 }
 
 void DataFile::MakeDirectories() {
-  const fs::path directory = fs::absolute(path_).parent_path();
+  std::error_code code;
+  const auto check = [&code](const fs::path& path) {
+    if (code) throw FileFailure("make directory", path.string(), code.value());
+  };
+  const fs::path file = fs::absolute(path_, code);
+  check(path_);
+  const fs::path directory = file.parent_path();
   // A new directory's entry is in its parent, so the first directory that existed before is synced too.
   fs::path at = directory;
-  for (; !fs::exists(at); at = at.parent_path()) directories_.push_back(at.string());
+  for (; !fs::exists(at, code); at = at.parent_path()) {
+    check(at);
+    directories_.push_back(at.string());
+  }
   directories_.push_back(at.string());
-  std::error_code code;
   fs::create_directories(directory, code);
-  if (code) throw FileFailure("make directory", directory.string(), code.value());
+  check(directory);
 }
 
 void DataFile::Reserve(uint64_t bytes) {

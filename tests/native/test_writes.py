@@ -115,6 +115,18 @@ def test_a_directory_that_cannot_be_made_is_named(engines: Engines, tmp_path: Pa
     assert str(tmp_path / "file") in save.failure()
 
 
+@pytest.mark.parametrize(("folder", "code"), [("loop", errno.ELOOP), ("n" * 300, errno.ENAMETOOLONG)])
+def test_a_directory_that_cannot_be_examined_is_named(
+    engines: Engines, tmp_path: Path, folder: str, code: int
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    save = Save(engines(), tmp_path / folder / "below" / "data", COPIES)
+    save.failure()
+    failed = save.status["error"]
+    assert (failed.errno, failed.operation) == (code, "make directory")
+    assert Path(failed.path).is_relative_to(tmp_path / folder)
+
+
 @pytest.mark.parametrize(
     ("operation", "code"),
     [("open", "EIO"), ("write", "EIO"), ("write", "ENOSPC"), ("write", "EDQUOT"), ("write", "EFBIG")],
