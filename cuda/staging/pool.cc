@@ -75,8 +75,9 @@ void SlotPool::StartThreads() {
       std::min({to_make + (registration_ != 0 ? to_lock : 0), kMostThreads, UsableCores()});
   try {
     while (threads_.size() < threads) threads_.emplace_back(&SlotPool::Work, this);
-  } catch (const std::system_error&) {
-    if (threads_.empty()) throw;  // else the threads that did start do the work
+  } catch (const std::system_error& error) {
+    // Threads that did start do the work.
+    if (threads_.empty()) throw Failure("start staging memory", "thread", error.code().value());
   }
   wake_.NotifyAll();
 }

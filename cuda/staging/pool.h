@@ -65,11 +65,11 @@ class SlotPool {
   ~SlotPool();  // every slot must have been returned
 
   // Starts building up to min(`slots`, most_slots) slots in the background: prefaulted, and page-locked once
-  // the driver is known.
+  // the driver is known. Throws Failure if not even one thread can be started.
   void Grow(size_t slots);
   // Page-locks present and future segments in the background. Memory that is page-locked in one context
   // serves copies in any. If it fails, slots still work, with slower copies, and the next call tries those
-  // segments again. Memory that is not page-locked yet is first moved to `node`.
+  // segments again. Memory that is not page-locked yet is first moved to `node`. Throws as Grow does.
   void Register(std::shared_ptr<Driver> driver, CuContext context, const NumaNode& node = NumaNode());
 
   // Waits for a slot. Returns an empty one once `give_up` returns true (called at least every 100 ms). Adds

@@ -1,5 +1,6 @@
 """Staging memory: bounded by slots, whatever the shard's size; every slot comes back."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -303,3 +304,26 @@ def test_slots_that_could_not_be_made_are_reported(engines: Engines, tmp_path: P
     eventually(lambda: engine.pool()["trouble"], "it failed")
     assert "bytes of staging memory: Cannot allocate memory" in str(engine.pool()["trouble"])
     assert engine.pool()["slots"] == 0
+
+
+def test_staging_memory_without_a_thread_to_make_it_is_reported() -> None:
+    """A limit on address space, in a process of its own, leaves no room for a stack."""
+    script = """
+import resource
+from pathlib import Path
+from tests.native.harness import make_engine
+engine = make_engine()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), -1))
+try:
+    engine.grow(1)
+except OSError as error:
+    print(error.errno, error.strerror)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+engine.grow(1)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(f"{errno.EAGAIN} start staging memory thread: ")
