@@ -2,18 +2,27 @@
 
 #include <nanobind/stl/string.h>
 
+#include <string>
+
 namespace datastates {
 namespace nb = nanobind;
 namespace {
 
 PyObject* error_type = nullptr;  // constant once the module is imported
 
+// Decodes as Python decodes paths: a text may contain one, which need not be UTF-8.
+nb::object Decode(const std::string& text) {
+  PyObject* const made = PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
 }  // namespace
 
 nb::object ErrorOf(const Failure& failure) {
   // OSError(errno, text): code 0 means that no system call failed.
-  nb::object error = nb::borrow(error_type)(failure.code, failure.what());
-  error.attr("path") = failure.path;
+  nb::object error = nb::borrow(error_type)(failure.code, Decode(failure.what()));
+  error.attr("path") = Decode(failure.path);
   error.attr("operation") = failure.operation;
   return error;
 }

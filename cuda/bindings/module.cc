@@ -1,5 +1,6 @@
 // The Python bindings of the engine: parse, release the GIL, call. Nothing is decided here.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -164,7 +165,7 @@ void BindEngine(nb::module_& module) {
           "tripwire"_a = true, "paranoid"_a = false, "sysfs"_a = "/sys", "sample_seed"_a = 0)
       .def(
           "start",
-          [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
+          [](EngineHandle& self, const std::filesystem::path& path, uint64_t reserve_bytes, uint64_t end,
              const Words& sources, const Words& bytes, const Words& offsets, const Words& row_bytes,
              const Words& row_steps, const Words& storages, const Flags& flags, uintptr_t stream,
              double lazy_seconds, Output output) {
@@ -173,7 +174,7 @@ void BindEngine(nb::module_& module) {
                                     {sources, bytes, offsets, row_bytes, row_steps, storages, flags},
                                     engine->NextSeed());
             nb::gil_scoped_release release;
-            return engine->Start(path, reserve_bytes, std::move(batch), output,
+            return engine->Start(path.string(), reserve_bytes, std::move(batch), output,
                                  reinterpret_cast<CuStream>(stream), lazy_seconds);
           },
           nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a,

@@ -1,5 +1,6 @@
 #include "bindings/reader.h"
 
+#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -21,7 +22,7 @@ using namespace nanobind::literals;
 namespace datastates {
 namespace {
 
-using FileTuple = std::tuple<std::string, uint64_t, nb::bytes>;  // path, bytes of data, checksums
+using FileTuple = std::tuple<std::filesystem::path, uint64_t, nb::bytes>;  // path, bytes of data, checksums
 
 std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   std::vector<ReadFile> files;
@@ -29,7 +30,7 @@ std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   for (const auto& [path, data_bytes, checksums] : tuples) {
     std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));
     if (!blocks.empty()) std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
-    files.push_back({path, data_bytes, std::move(blocks)});
+    files.push_back({path.string(), data_bytes, std::move(blocks)});
   }
   return files;
 }

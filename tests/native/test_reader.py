@@ -391,3 +391,10 @@ def test_checksums_that_are_not_one_a_block_are_refused(stored: Path) -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(OSError, match=r"multiple of 1 MiB, found .*threads must be at least 1, found"):
         make_reader(**options)
+
+
+def test_a_path_need_not_be_utf8(stored: Path, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"d\xe9")
+    assert str(path) in Read(path, [(5, 100)]).error
+    path.symlink_to(stored)
+    Read(path, [(5, 100)]).assert_delivered()

@@ -127,6 +127,13 @@ def test_a_directory_that_cannot_be_examined_is_named(
     assert Path(failed.path).is_relative_to(tmp_path / folder)
 
 
+def test_a_path_need_not_be_utf8(engines: Engines, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"d\xe9") / "data"
+    save_whole(engines(), path, COPIES)
+    failed = Save(engines(), path, COPIES)
+    assert str(path) in failed.failure() and failed.status["error"].path == str(path)
+
+
 @pytest.mark.parametrize(
     ("operation", "code"),
     [("open", "EIO"), ("write", "EIO"), ("write", "ENOSPC"), ("write", "EDQUOT"), ("write", "EFBIG")],
