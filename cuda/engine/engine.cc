@@ -148,18 +148,23 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     jobs_.push_back(job);
   }
   QueuedBatch queued{job, std::make_shared<const Batch>(std::move(batch))};
-  job->BeginTask();  // so that the job is not released before everything is queued
-  if (options_.tripwire) TakeSamples(job, *queued.batch);
-  if (options_.paranoid) {
-    QueuedBatch first_pass = queued;
-    first_pass.first_pass = true;
-    Queue(std::move(first_pass));
-  }
   queued.opens = job->writes();
   queued.looks = options_.tripwire && !options_.paranoid && HasLazyHostSpans(*queued.batch);
   queued.reserve_bytes = reserve_bytes;
   queued.lazy_from = DeadlineAfter(lazy_seconds);
-  Queue(std::move(queued));
+  job->BeginTask();  // so that the job is not released before everything is queued
+  try {
+    if (options_.tripwire) TakeSamples(job, *queued.batch);
+    if (options_.paranoid) {
+      QueuedBatch first_pass{job, queued.batch};
+      first_pass.first_pass = true;
+      Queue(std::move(first_pass));
+    }
+    Queue(std::move(queued));
+  } catch (const std::exception& error) {
+    // Something of the job may be queued and read sources: the caller gets the job, to wait for its end.
+    job->FailIn("start save", error);
+  }
   job->EndTask();
   return job;
 }
@@ -175,18 +180,23 @@ void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
 
 void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch) {
   const bool device = batch.samples().all.size() > batch.samples().host;
+  auto device_memory = device ? sample_memory_->Borrow() : nullptr;
   if (!job->BeginRead()) return;
-  if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return job->EndRead();
-  MutexLock lock(mutex_);
-  if (stop_awaiting_) {
-    lock.Unlock();
-    AwaitDevice(*job);
-    return job->EndRead();
+  if (!job->TakeSamples(batch, std::move(device_memory))) return job->EndRead();
+  try {
+    const MutexLock lock(mutex_);
+    if (!stop_awaiting_) {
+      CopiedChunk& copied = in_flight_.emplace_back();
+      // The job must not be released, nor its memory returned, while the device is copying samples.
+      job->BeginTask();
+      copied = {{job, nullptr, 0, Slot(), {}}, job->copier()->Enqueued()};
+      return await_wake_.NotifyOne();
+    }
+  } catch (const std::exception& error) {
+    job->FailIn("take samples", error);
   }
-  // The job must not be released, nor its memory returned, while the device is copying samples.
-  job->BeginTask();
-  in_flight_.push_back({{job, nullptr, 0, Slot(), {}}, job->copier()->Enqueued()});
-  await_wake_.NotifyOne();
+  AwaitDevice(*job);
+  job->EndRead();
 }
 
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
@@ -196,24 +206,25 @@ void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
 }
 
 void Engine::Queue(QueuedBatch queued) {
+  SaveJob& job = *queued.job;
   const MutexLock lock(mutex_);
-  if (stop_staging_) return queued.job->Cancel(kClosed);
-  if (queued.first_pass) {
-    queued.job->PlanFirstPass(*queued.batch);
-  } else {
-    queued.job->CountPlanned(*queued.batch);
-  }
+  if (stop_staging_) return job.Cancel(kClosed);
   if (queued.batch->chunks().empty() && !queued.opens) return;
-  queued.job->BeginTask();  // the batch itself, until its last chunk is taken
+  if (queued.first_pass) job.MakeRoomForFirstPass(*queued.batch);
+  blocked_.reserve(queue_.size() + 1);
   queue_.push_back(std::move(queued));
+  // Nothing fails from here on: every task that is counted is in the queue.
+  const QueuedBatch& added = queue_.back();
+  added.first_pass ? job.CountFirstPass(*added.batch) : job.CountPlanned(*added.batch);
+  job.BeginTask();  // the batch itself, until its last chunk is taken
   stage_wake_.NotifyAll();
 }
 
 void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset) {
   const MutexLock lock(mutex_);
   if (stop_writing_) return job->Cancel(kClosed);
+  footers_.push_back({job, std::move(footer), offset});  // first: it may find no memory
   job->BeginTask();
-  footers_.push_back({job, std::move(footer), offset});
   write_wake_.NotifyAll();
 }
 

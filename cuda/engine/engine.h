@@ -70,8 +70,9 @@ class Engine {
   // their sources; the calling thread's CUDA context is used. Lazy copies begin after `lazy_seconds`, or as
   // AllowLazyCopies says: a trainer that synchronizes the device right after the save would wait for every
   // copy enqueued by then, and one that waits for another thread would wait for a core. Throws Failure only
-  // for invalid arguments and a missing driver. With Output::kDigests nothing is made at `path`, which only
-  // names the job in errors.
+  // for invalid arguments, a missing driver and a missing thread, and std::bad_alloc, all before anything of
+  // the job is queued; what goes wrong later fails the job. With Output::kDigests nothing is made at `path`,
+  // which only names the job in errors.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch, Output output,
                                  CuStream trainer, double lazy_seconds);
   // Lets the job's lazy copies begin at the latest `seconds` from now.
@@ -140,13 +141,14 @@ class Engine {
   void Look(const QueuedBatch& queued);
   std::deque<QueuedBatch>::iterator Find(const QueuedBatch& taken) REQUIRES(mutex_);
   void Stage(const QueuedBatch& queued);
-  void PassOn(const QueuedBatch& queued, bool device, Slot* slot, std::vector<BlockPart> parts);
+  void PassOn(FilledChunk* filled, bool device);
+  void PassToWriters(FilledChunk* filled);
   void EndFirstCopy(const QueuedBatch& queued);
   std::vector<BlockPart> FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target,
                                   bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
   void AwaitDevice(const SaveJob& job);
-  bool Await(const CopiedChunk& copied);
+  void Await(CopiedChunk* copied);
   void Write(FilledChunk chunk);
   void WriteFooter(const Footer& footer);
   std::shared_ptr<DeviceCopier> CopierFor(const Batch& batch, CuStream trainer);
@@ -167,6 +169,7 @@ class Engine {
   Mutex mutex_;
   CondVar stage_wake_, await_wake_, write_wake_, ended_;
   std::deque<QueuedBatch> queue_ GUARDED_BY(mutex_);
+  std::vector<const SaveJob*> blocked_ GUARDED_BY(mutex_);  // in Choose; has room for every batch of queue_
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);

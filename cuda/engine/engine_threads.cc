@@ -49,12 +49,12 @@ bool Engine::MustWait(const QueuedBatch& queued) const {
 // as its file is being opened, its sources are being looked at, or its first pass is ending. If its next
 // chunk must wait (at most until `later`), only appended ones may overtake it.
 std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* later) {
-  std::vector<const SaveJob*> blocked;
+  blocked_.clear();
   auto lazy = queue_.end(), appended = queue_.end();
   for (auto at = queue_.begin(); at != queue_.end(); ++at) {
-    if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
+    if (std::find(blocked_.begin(), blocked_.end(), at->job.get()) != blocked_.end()) continue;
     if (at->busy || (at->first_pass && at->next == at->batch->chunks().size())) {
-      blocked.push_back(at->job.get());
+      blocked_.push_back(at->job.get());
     } else if (MustWait(*at)) {
       *later = std::min(*later, at->lazy_from);
     } else if (at->appended) {
@@ -64,7 +64,7 @@ std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* late
     } else if (lazy == queue_.end() && appended == queue_.end()) {
       return at;
     } else {
-      blocked.push_back(at->job.get());  // what is appended to a file comes after its opening
+      blocked_.push_back(at->job.get());  // what is appended to a file comes after its opening
     }
   }
   if (lazy == queue_.end() || appended == queue_.end()) return lazy == queue_.end() ? appended : lazy;
@@ -125,10 +125,8 @@ void Engine::StageLoop() {
 void Engine::OpenFile(const QueuedBatch& queued) {
   try {
     if (!queued.job->failed()) queued.job->Open(queued.reserve_bytes, backend_, &faults_);
-  } catch (const Failure& failure) {
-    queued.job->Fail(failure);
   } catch (const std::exception& error) {
-    queued.job->Fail(Failure("open", "", 0, error.what()));
+    queued.job->FailIn("open", error);
   }
   const MutexLock lock(mutex_);
   const auto at = Find(queued);
@@ -145,7 +143,7 @@ void Engine::Look(const QueuedBatch& queued) {
     try {
       queued.job->Look(*queued.batch);
     } catch (const std::exception& error) {
-      queued.job->Fail(Failure("look at sources", "", 0, error.what()));
+      queued.job->FailIn("look at sources", error);
     }
     queued.job->EndRead();
   }
@@ -200,47 +198,51 @@ std::vector<BlockPart> Engine::FillSlot(const QueuedBatch& queued, const Batch::
 void Engine::Stage(const QueuedBatch& queued) {
   SaveJob& job = *queued.job;
   const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
-  Slot slot;
+  FilledChunk filled{queued.job, queued.batch, queued.next, Slot(), {}};
   bool device = false, reads = false;
   try {
-    slot = SlotFor(job, chunk);
-    reads = slot && job.BeginRead();
+    filled.slot = SlotFor(job, chunk);
+    reads = filled.slot && job.BeginRead();
     if (reads) {
       EnterDevice(job);
-      std::vector<BlockPart> parts = FillSlot(queued, chunk, slot.data(), &device);
-      if (!queued.first_pass) return PassOn(queued, device, &slot, std::move(parts));
+      filled.parts = FillSlot(queued, chunk, filled.slot.data(), &device);
+      if (!queued.first_pass) return PassOn(&filled, device);
       if (device) job.copier()->WaitFor(job.copier()->Enqueued());
       device = false;
-      job.KeepFirstChecksum(queued.next, Crc32c(0, slot.data(), chunk.bytes));
+      job.KeepFirstChecksum(queued.next, Crc32c(0, filled.slot.data(), chunk.bytes));
     }
-  } catch (const Failure& failure) {
-    job.Fail(failure);
   } catch (const std::exception& error) {
-    job.Fail(Failure("stage", "", 0, error.what()));
+    job.FailIn("stage", error);
   }
   if (device) AwaitDevice(job);
   if (reads) job.EndRead();
-  slot.Return();
+  filled.slot.Return();
   if (queued.first_pass) EndFirstCopy(queued);
   job.EndTask();
 }
 
-void Engine::PassOn(const QueuedBatch& queued, bool device, Slot* slot, std::vector<BlockPart> parts) {
-  const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
-  queued.job->CountEnqueued(*queued.batch, chunk);
-  if (!device) {
-    queued.job->CountStaged(*queued.batch, chunk);
-    queued.job->EndRead();
-  }
-  FilledChunk filled{queued.job, queued.batch, queued.next, std::move(*slot), std::move(parts)};
+// If this or PassToWriters throws, the chunk is still the caller's, and no read of it has ended: the caller
+// waits for the device before it returns the slot. So the element of the queue, the only step that can fail,
+// comes first; under the lock, no other thread finds it empty.
+void Engine::PassOn(FilledChunk* filled, bool device) {
+  SaveJob& job = *filled->job;
+  job.CountEnqueued(*filled->batch, filled->batch->chunks()[filled->chunk]);
+  if (!device) return PassToWriters(filled);
   const MutexLock lock(mutex_);
-  if (device) {
-    in_flight_.push_back({std::move(filled), queued.job->copier()->Enqueued()});
-    await_wake_.NotifyOne();
-  } else {
-    filled_.push_back(std::move(filled));
-    write_wake_.NotifyOne();
-  }
+  CopiedChunk& copied = in_flight_.emplace_back();
+  copied.place = job.copier()->Enqueued();
+  copied.filled = std::move(*filled);
+  await_wake_.NotifyOne();
+}
+
+// Ends the read of the chunk's sources.
+void Engine::PassToWriters(FilledChunk* filled) {
+  const MutexLock lock(mutex_);
+  FilledChunk& queued = filled_.emplace_back();
+  filled->job->CountStaged(*filled->batch, filled->batch->chunks()[filled->chunk]);
+  filled->job->EndRead();
+  queued = std::move(*filled);
+  write_wake_.NotifyOne();
 }
 
 void Engine::EndFirstCopy(const QueuedBatch& queued) {
@@ -269,7 +271,7 @@ void Engine::AwaitDevice(const SaveJob& job) {
   try {
     if (job.copier()->driver()->CurrentContext() == nullptr) return;  // this thread could not enter it
     job.copier()->WaitForAll();
-  } catch (const Failure&) {
+  } catch (const std::exception&) {
     // The context is lost, and with it every copy. The job keeps the first error.
   }
 }
@@ -288,16 +290,7 @@ void Engine::AwaitLoop() {
     CopiedChunk copied = std::move(in_flight_.front());
     in_flight_.pop_front();
     lock.Unlock();
-    const bool is_whole = Await(copied);
-    copied.filled.job->EndRead();
-    if (!is_whole) copied.filled.slot.Return();
-    if (!is_whole || !copied.filled.batch) copied.filled.job->EndTask();
-    lock.Lock();
-    if (is_whole && copied.filled.batch) {
-      filled_.push_back(std::move(copied.filled));
-      write_wake_.NotifyOne();
-    }
-    lock.Unlock();
+    Await(&copied);
     copied = CopiedChunk();
     lock.Lock();
   }
@@ -306,21 +299,20 @@ void Engine::AwaitLoop() {
 }
 
 // Also after an error, the device must be done with a slot before it is returned.
-bool Engine::Await(const CopiedChunk& copied) {
-  const FilledChunk& filled = copied.filled;
+void Engine::Await(CopiedChunk* copied) {
+  FilledChunk& filled = copied->filled;
   SaveJob& job = *filled.job;
   try {
     EnterDevice(job);
-    job.copier()->WaitFor(copied.place);
-    if (filled.batch) job.CountStaged(*filled.batch, filled.batch->chunks()[filled.chunk]);
-    return true;
-  } catch (const Failure& failure) {
-    job.Fail(failure);
+    job.copier()->WaitFor(copied->place);
+    if (filled.batch) return PassToWriters(&filled);
   } catch (const std::exception& error) {
-    job.Fail(Failure("await copies", "", 0, error.what()));
+    job.FailIn("await copies", error);
+    AwaitDevice(job);
   }
-  AwaitDevice(job);
-  return false;
+  job.EndRead();
+  filled.slot.Return();
+  job.EndTask();
 }
 
 void Engine::WriteLoop() {
@@ -362,10 +354,8 @@ void Engine::Write(FilledChunk filled) {
     if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
       job.WriteChunk(chunk, filled.slot.data(), std::move(filled.parts));
     }
-  } catch (const Failure& failure) {
-    job.Fail(failure);
   } catch (const std::exception& error) {
-    job.Fail(Failure("write", "", 0, error.what()));
+    job.FailIn("write", error);
   }
   filled.slot.Return();
   job.EndTask();
@@ -377,10 +367,8 @@ void Engine::WriteFooter(const Footer& footer) {
       const AlignedCopy copy(footer.bytes);
       footer.job->WriteFooter(copy.data(), footer.bytes.size(), footer.offset);
     }
-  } catch (const Failure& failure) {
-    footer.job->Fail(failure);
   } catch (const std::exception& error) {
-    footer.job->Fail(Failure("write footer", "", 0, error.what()));
+    footer.job->FailIn("write footer", error);
   }
   footer.job->EndTask();
 }

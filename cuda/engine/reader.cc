@@ -78,16 +78,6 @@ ReadJob::Result ReadJob::result() const {
   return result;
 }
 
-namespace {
-
-// Any other exception means that memory or a thread is lacking.
-Failure AsFailure(const std::exception& error) {
-  const auto* failure = dynamic_cast<const Failure*>(&error);
-  return failure != nullptr ? *failure : Failure("read", "", 0, error.what());
-}
-
-}  // namespace
-
 void ReadJob::Work() {
   NameThread("ds-read");
   try {
@@ -95,7 +85,7 @@ void ReadJob::Work() {
     BindThread(node_);
     ReadWindows();
   } catch (const std::exception& error) {
-    Fail(AsFailure(error));
+    Fail(error);
   }
   const MutexLock lock(mutex_);
   --working_;
@@ -119,11 +109,11 @@ void ReadJob::ReadWindows() {
     }
     AwaitDevice();
   } catch (const std::exception& error) {
-    Fail(AsFailure(error));
+    Fail(error);
     // Copies enqueued before the error still read from the slots.
     try {
       AwaitDevice();
-    } catch (const Failure&) {
+    } catch (const std::exception&) {
       // The context is lost, and with it every copy.
     }
   }
@@ -195,10 +185,17 @@ void ReadJob::AwaitDevice() {
   if (copier_) copier_->WaitForAll();
 }
 
-void ReadJob::Fail(const Failure& failure) {
+// Any other exception than a Failure means that memory or a thread is lacking.
+void ReadJob::Fail(const std::exception& error) noexcept {
   stopped_ = true;
   const MutexLock lock(mutex_);
-  if (!result_.failure) result_.failure = failure;
+  if (result_.failure) return;
+  try {
+    const auto* failure = dynamic_cast<const Failure*>(&error);
+    result_.failure.emplace(failure != nullptr ? *failure : Failure("read", "", 0, error.what()));
+  } catch (const std::bad_alloc&) {
+    result_.failure.emplace(std::move(spare_failure_));
+  }
 }
 
 }  // namespace datastates

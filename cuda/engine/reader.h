@@ -99,7 +99,7 @@ class ReadJob {
   bool Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data);
   bool Deliver(const ReadPlan::Window& window, const uint8_t* data);
   void AwaitDevice();
-  void Fail(const Failure& failure);
+  void Fail(const std::exception& error) noexcept;
 
   const std::shared_ptr<Reader> reader_;
   const ReadPlan plan_;
@@ -111,8 +111,9 @@ class ReadJob {
   mutable Mutex mutex_;
   CondVar ended_;
   Result result_ GUARDED_BY(mutex_);
-  size_t working_ GUARDED_BY(mutex_) = 0;  // threads
-  std::vector<std::thread> threads_;       // constant until Close
+  Failure spare_failure_ GUARDED_BY(mutex_){"read", "", 0, "out of memory"};  // if there is none for another
+  size_t working_ GUARDED_BY(mutex_) = 0;                                     // threads
+  std::vector<std::thread> threads_;                                          // constant until Close
 };
 
 }  // namespace datastates

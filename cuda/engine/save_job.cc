@@ -54,17 +54,31 @@ bool SaveJob::Wait(Milestone milestone, double seconds) {
   return true;
 }
 
-void SaveJob::Fail(const Failure& failure) {
+template <typename Make>
+void SaveJob::FailWith(Make make) noexcept {
   if (!home_.IsHere()) return;
   const MutexLock lock(mutex_);
   if (durable_) return;  // the file is complete already
-  if (!failure_) failure_ = failure;
+  try {
+    if (!failure_) failure_.emplace(make());
+  } catch (const std::bad_alloc&) {
+    failure_.emplace(std::move(spare_failure_));
+  }
   changed_.NotifyAll();
 }
 
-void SaveJob::Cancel(const std::string& reason) {
+void SaveJob::Fail(const Failure& failure) noexcept {
+  FailWith([&] { return failure; });
+}
+
+void SaveJob::FailIn(const char* operation, const std::exception& error) noexcept {
+  if (const auto* failure = dynamic_cast<const Failure*>(&error)) return Fail(*failure);
+  FailWith([&] { return Failure(operation, "", 0, error.what()); });
+}
+
+void SaveJob::Cancel(const char* reason) noexcept {
   if (!home_.IsHere()) return;
-  Fail(Failure("cancelled", "", 0, reason));
+  FailWith([&] { return Failure("cancelled", "", 0, reason); });
   const MutexLock lock(mutex_);
   status_.cancelled = true;
 }
@@ -130,8 +144,8 @@ bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_me
   try {
     tripwire_.emplace();
     tripwire_->Take(batch, copier_.get(), std::move(device_memory));
-  } catch (const Failure& failure) {
-    Fail(failure);
+  } catch (const std::exception& error) {
+    FailIn("take samples", error);
   }
   return device;
 }
@@ -149,12 +163,15 @@ void SaveJob::EndRead() {
   changed_.NotifyAll();
 }
 
-void SaveJob::PlanFirstPass(const Batch& batch) {
+void SaveJob::MakeRoomForFirstPass(const Batch& batch) {
   const MutexLock lock(mutex_);
-  const size_t chunks = batch.chunks().size();
-  first_checksums_.resize(chunks);
-  eager_left_ += chunks;
-  tasks_ += chunks;
+  first_checksums_.resize(batch.chunks().size());
+}
+
+void SaveJob::CountFirstPass(const Batch& batch) {
+  const MutexLock lock(mutex_);
+  eager_left_ += batch.chunks().size();
+  tasks_ += batch.chunks().size();
 }
 
 void SaveJob::KeepFirstChecksum(size_t chunk, uint32_t crc) {

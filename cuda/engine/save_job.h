@@ -70,8 +70,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   // Returns whether the milestone was reached within that time.
   bool Wait(Milestone milestone, double seconds);
-  void Fail(const Failure& failure);
-  void Cancel(const std::string& reason);
+  // These three keep the first failure. They work without memory too, with a text that says so: an exception
+  // out of a thread or a destructor would end the process.
+  void Fail(const Failure& failure) noexcept;
+  void FailIn(const char* operation, const std::exception& error) noexcept;  // any but a Failure is described
+  void Cancel(const char* reason) noexcept;
   Status status() const;
   bool failed() const;
   // Makes `trainer` wait for the device copies enqueued so far: after kEager the samples and the eager
@@ -100,7 +103,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   // With the option `paranoid` every fenced chunk is copied twice. The first pass, before the trainer
   // continues, only keeps checksums; Verify compares them with the second, which is written.
-  void PlanFirstPass(const Batch& batch);
+  void MakeRoomForFirstPass(const Batch& batch);
+  void CountFirstPass(const Batch& batch);
   void KeepFirstChecksum(size_t chunk, uint32_t crc);
   // Takes the tripwire's second look (engine/tripwire.h) at sources in host memory, if there is a tripwire.
   // It comes before the first lazy chunk is copied: until then no source may change.
@@ -132,6 +136,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     std::unique_ptr<Event> begin, end;
   };
 
+  template <typename Make>
+  void FailWith(Make make) noexcept;
   void TakeDigests(const Batch::Chunk& chunk, const uint8_t* data);
   void FailTorn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
@@ -156,6 +162,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   CondVar changed_;
   std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe
   std::optional<Failure> failure_ GUARDED_BY(mutex_);
+  Failure spare_failure_ GUARDED_BY(mutex_){"save", "", 0, "out of memory"};  // if there is none for another
   Status status_ GUARDED_BY(mutex_);
   // Chunks that are not yet enqueued (eager ones, with those of the first pass; fenced ones), staged (fenced
   // ones; appended ones), written (all). Invariant: each counter goes down exactly once per planned chunk

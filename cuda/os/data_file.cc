@@ -56,7 +56,12 @@ DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, 
     code = Open(0);
   }
   if (code != 0) Throw("open", code);
-  CloseInForkedChild(fd_);
+  try {
+    CloseInForkedChildOrNow(fd_);
+  } catch (const std::bad_alloc&) {
+    unlink(path_.c_str());  // made above, and nobody else will remove it
+    throw;
+  }
 }
 
 int DataFile::Open(int flags) {
@@ -164,7 +169,7 @@ void DataFile::SyncDirectory(const std::string& directory) {
     return ErrorOf(fd);
   });
   if (opened != 0) throw FileFailure("open directory", directory, opened);
-  CloseInForkedChild(fd);
+  CloseInForkedChildOrNow(fd);
   const int code = Uninterrupted([&] {
     const int injected = Injected("sync directory");
     return injected != 0 ? injected : ErrorOf(fsync(fd));

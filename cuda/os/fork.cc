@@ -44,6 +44,15 @@ void CloseInForkedChild(int fd) {
   TheRegistry().descriptors.insert(fd);
 }
 
+void CloseInForkedChildOrNow(int fd) {
+  try {
+    CloseInForkedChild(fd);
+  } catch (const std::bad_alloc&) {
+    close(fd);
+    throw;
+  }
+}
+
 void ForgetDescriptor(int fd) {
   const MutexLock lock(TheRegistry().mutex);
   TheRegistry().descriptors.erase(fd);

@@ -6,6 +6,8 @@ namespace datastates {
 
 // Has a forked child close `fd` before it runs anything else, until ForgetDescriptor.
 void CloseInForkedChild(int fd);
+// The same; if there is no memory for it, closes `fd` and throws std::bad_alloc.
+void CloseInForkedChildOrNow(int fd);
 void ForgetDescriptor(int fd);
 
 // The process that created an object. In a fork of that process, the object's copy must do nothing.

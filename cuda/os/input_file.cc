@@ -25,7 +25,7 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     close(fd_);
     throw FileFailure("open", path, error, "expected a regular file, found another kind of file");
   }
-  CloseInForkedChild(fd_);
+  CloseInForkedChildOrNow(fd_);
 }
 
 InputFile::~InputFile() {

@@ -12,6 +12,15 @@ namespace {
 constexpr size_t kSegmentBytes = size_t{64} << 20;  // built at a time
 constexpr size_t kMostThreads = 4;                  // that build segments
 
+// Returns what the error says or, if there is no memory for it, a text so short that it needs none.
+std::string Describe(const std::exception& error) noexcept {
+  try {
+    return error.what();
+  } catch (const std::bad_alloc&) {
+    return "out of memory";
+  }
+}
+
 }  // namespace
 
 Slot& Slot::operator=(Slot&& other) noexcept {
@@ -110,14 +119,16 @@ SlotPool::Facts SlotPool::facts() const {
   for (const Segment& segment : segments_) {
     if (segment.locked_by) facts.page_locked_bytes += segment.mapping->bytes();
   }
-  const bool both = !trouble_.empty() && !lock_trouble_.empty();
-  facts.trouble = trouble_ + (both ? "; " : "") + lock_trouble_;
+  facts.trouble = trouble_;
+  if (lock_trouble_.empty()) return facts;
+  if (!trouble_.empty()) facts.trouble += "; ";
+  facts.trouble += "staging memory is not page-locked, so copies from a device are slow: " + lock_trouble_;
   return facts;
 }
 
 void SlotPool::Return(uint8_t* data) noexcept {
   const MutexLock lock(mutex_);
-  idle_.push_back(data);
+  idle_.push_back(data);  // AddSegment has reserved room
   free_.NotifyAll();
 }
 
@@ -146,37 +157,38 @@ SlotPool::Segment* SlotPool::FindUnlocked() {
 void SlotPool::AddSegment() {
   const size_t slots = std::min(slots_in_segment_, wanted_ - made_ - making_);
   const NumaNode node = node_;
-  Segment segment;
   making_ += slots;
+  // An exception would end the process, so all that allocates is in the `try`: room in idle_ for every slot,
+  // which Return relies on, and the future element of segments_.
+  std::list<Segment> built;
   std::string trouble;
   int code = 0;
-  {
+  try {
+    idle_.reserve(made_ + making_);
+    Segment& segment = built.emplace_back();
     const MutexUnlock unlocked(mutex_);
-    try {
-      segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
-      BindMemory(segment.mapping->data(), segment.mapping->bytes(), node);
-      segment.mapping->Prefault();
-    } catch (const Failure& failure) {
-      trouble = failure.what();
-      code = failure.code;
-    } catch (const std::exception& error) {
-      trouble = error.what();
-    }
+    segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
+    BindMemory(segment.mapping->data(), segment.mapping->bytes(), node);
+    segment.mapping->Prefault();
+    segment.node = node.number;
+  } catch (const std::exception& error) {
+    trouble = Describe(error);
+    if (const auto* failure = dynamic_cast<const Failure*>(&error)) code = failure->code;
   }
-  segment.node = node.number;
   // Before a slot is lent: a copy into memory that is not page-locked blocks its caller.
-  while (trouble.empty() && !stop_ && !segment.locked_by && segment.registration != registration_) {
-    PageLock(&segment);
+  while (trouble.empty() && !stop_ && !built.front().locked_by &&
+         built.front().registration != registration_) {
+    PageLock(&built.front());
   }
   making_ -= slots;
   free_.NotifyAll();
   if (!trouble.empty()) {
-    trouble_ = trouble;
+    trouble_ = std::move(trouble);
     trouble_code_ = code;
     return;
   }
-  for (size_t i = 0; i < slots; ++i) idle_.push_back(segment.mapping->data() + i * slot_bytes_);
-  segments_.push_back(std::move(segment));
+  for (size_t i = 0; i < slots; ++i) idle_.push_back(built.front().mapping->data() + i * slot_bytes_);
+  segments_.splice(segments_.end(), built);
   made_ += slots;
 }
 
@@ -195,8 +207,8 @@ void SlotPool::PageLock(Segment* segment) {
       driver->SetContext(context);
       driver->RelaxCapture();
       driver->RegisterHost(segment->mapping->data(), segment->mapping->bytes());
-    } catch (const Failure& failure) {
-      trouble = failure.what();
+    } catch (const std::exception& error) {
+      trouble = Describe(error);
     }
   }
   segment->busy = false;
@@ -205,7 +217,7 @@ void SlotPool::PageLock(Segment* segment) {
     segment->locked_by = driver;
     segment->context = context;
   } else if (segment->registration == registration_) {  // else a later Register tries again
-    lock_trouble_ = "staging memory is not page-locked, so copies from a device are slow: " + trouble;
+    lock_trouble_ = std::move(trouble);
   }
 }
 

@@ -24,8 +24,8 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <string>
 #include <thread>
@@ -108,11 +108,10 @@ class SlotPool {
   const size_t most_slots_;
   const size_t slots_in_segment_;
   mutable Mutex mutex_;
-  CondVar wake_;  // the background threads have work, or must stop
-  CondVar free_;  // a slot was returned or built, or building one failed
-  std::vector<uint8_t*> idle_ GUARDED_BY(mutex_);
-  std::deque<Segment> segments_
-      GUARDED_BY(mutex_);  // only appended to, so that pointers to elements stay valid
+  CondVar wake_;                                    // the background threads have work, or must stop
+  CondVar free_;                                    // a slot was returned or built, or building one failed
+  std::vector<uint8_t*> idle_ GUARDED_BY(mutex_);   // has room for made_ + making_: Return never throws
+  std::list<Segment> segments_ GUARDED_BY(mutex_);  // only appended to
   // Slots in segments_, in segments being built, and requested. Invariant: made_ + making_ <= wanted_.
   size_t made_ GUARDED_BY(mutex_) = 0;
   size_t making_ GUARDED_BY(mutex_) = 0;
@@ -121,6 +120,7 @@ class SlotPool {
   CuContext context_ GUARDED_BY(mutex_) = nullptr;
   NumaNode node_ GUARDED_BY(mutex_);
   uint64_t registration_ GUARDED_BY(mutex_) = 0;  // number of calls of Register; 0: nothing is page-locked
+  // Why a segment could not be built, or page-locked; empty if none failed.
   std::string trouble_ GUARDED_BY(mutex_), lock_trouble_ GUARDED_BY(mutex_);
   int trouble_code_ GUARDED_BY(mutex_) = 0;  // errno of trouble_, or 0
   bool stop_ GUARDED_BY(mutex_) = false;

@@ -28,14 +28,18 @@ std::shared_ptr<uint8_t> SampleMemory::Borrow() {
   return {data, [home = shared_from_this(), held = block.release()](uint8_t*) { home->Return(Block(held)); }};
 }
 
-SampleMemory::Block SampleMemory::Make() const {
+SampleMemory::Block SampleMemory::Make() {
   try {
+    {
+      const MutexLock lock(mutex_);
+      idle_.reserve(++made_);
+    }
     auto block = std::make_unique<PrivateMapping>(block_bytes_);
     block->Prefault();
     const RelaxedCapture relaxed(*driver_);
     driver_->RegisterHost(block->data(), block->bytes());
     return block;
-  } catch (const Failure&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }

@@ -23,14 +23,15 @@ class SampleMemory : public std::enable_shared_from_this<SampleMemory> {
 
  private:
   using Block = std::unique_ptr<PrivateMapping>;
-  Block Make() const;
+  Block Make();
   void Return(Block block) noexcept;
 
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const size_t block_bytes_;
   Mutex mutex_;
-  std::vector<Block> idle_ GUARDED_BY(mutex_);
+  size_t made_ GUARDED_BY(mutex_) = 0;          // blocks, and attempts at one
+  std::vector<Block> idle_ GUARDED_BY(mutex_);  // has room for made_ blocks, so Return never throws
 };
 
 }  // namespace datastates
