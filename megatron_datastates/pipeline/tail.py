@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import ProviderError, UnsafeObjectError
+from megatron_datastates.errors import DataStatesError, ProviderError, UnsafeObjectError
+from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
@@ -236,6 +237,8 @@ class Tail:
             frames = FrameWriter(writer.write, encoding, self._encoder_threads())
             pickled = self._written_by(source, pending.key, frames.write)
             facts = (encoding.codec, encoding.item_bytes, tuple(frames.close()), frames.digest())
+            if source.kind is Kind.OBJECT and frames.bytes > OBJECT_BYTES:
+                raise _too_large(pending.key, frames.bytes)
             stored = writer.position - begin
             return TailEntry(source.kind, name, begin, stored, frames.bytes, *facts), pickled
         if source.kind is Kind.FRAGMENT:
@@ -265,6 +268,13 @@ def _with_key(error: Exception, pending: _Pending) -> Exception:
     return UnsafeObjectError(
         f"object {pending.key!r} was not saved, as it cannot be pickled: {type(error).__name__}: {error}. "
         "Store plain data instead, such as its state_dict()"
+    )
+
+
+def _too_large(key: str, size: int) -> DataStatesError:
+    return DataStatesError(
+        f"object {key!r} was not saved: it has {size} bytes, expected at most {OBJECT_BYTES} of an object "
+        "that is compressed. Save without compression, or store its tensors under names of their own"
     )
 
 

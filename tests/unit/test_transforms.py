@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import megatron_datastates as ds
 from megatron_datastates.config import KIB, MIB
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import OptionError
+from megatron_datastates.errors import OptionError, SaveFailedError
 from megatron_datastates.format.codecs import PLANES
 from megatron_datastates.format.tail import Kind
+from megatron_datastates.pipeline import entries, tail
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers import Cast, Compressed, Entry, Mutability, StateReader, StreamSource
@@ -129,6 +130,24 @@ def test_parts_of_a_tensor_have_its_elements_in_order(
     parts = list(_parts(tensor, most))
     assert all(0 < part.numel() <= most or tensor.numel() == 0 for part in parts)
     assert torch.cat([part.reshape(-1) for part in parts]).equal(tensor.reshape(-1))
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_compressed_object_is_saved_only_if_a_load_accepts_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excess: int
+) -> None:
+    state = {"optimizers": [{"moments": noise(MIB)}]}
+    ds.save(state, tmp_path / "first", compress=1)
+    (entry,) = ds.open(tmp_path / "first").footer(0).entries
+    for module in (tail, entries):
+        monkeypatch.setattr(module, "OBJECT_BYTES", entry.bytes - excess)
+    if not excess:
+        ds.save(state, tmp_path / "c", compress=1)
+        assert ds.load(tmp_path / "c")["optimizers"][0]["moments"].equal(state["optimizers"][0]["moments"])
+        return
+    with pytest.raises(SaveFailedError, match=f"it has {entry.bytes} bytes, expected at most"):
+        ds.save(state, tmp_path / "c", compress=1)
+    ds.save(state, tmp_path / "c")  # of others, no few bytes can claim to be many
 
 
 def test_a_slice_and_another_sharding_of_compressed_tensors_are_exact(tmp_path: Path) -> None:
