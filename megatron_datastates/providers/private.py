@@ -34,6 +34,7 @@ class Copied(NamedTuple):
 
 # These cannot be changed.
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_NAMES = {str}
 
 
 # The copies made so far, by the address of the original. (A plain dictionary, as hundreds of objects each
@@ -135,10 +136,23 @@ def _copy_dictionary(value: dict[Any, Any], memo: _Memo) -> dict[Any, Any]:
     return copied
 
 
+def _copy_ordered(value: dict[Any, Any], memo: _Memo) -> dict[Any, Any]:
+    copied = _copy_dictionary(value, memo)
+    if value.__dict__:  # as a module's state dict has
+        _copy_attributes(value, copied, memo)
+    return copied
+
+
 def _copy_namespace(value: argparse.Namespace, memo: _Memo) -> argparse.Namespace:
     copied = memo[id(value)] = argparse.Namespace()
-    copied.__dict__.update(_copy_dictionary(value.__dict__, memo))
+    _copy_attributes(value, copied, memo)
     return copied
+
+
+def _copy_attributes(value: Any, copied: Any, memo: _Memo) -> None:
+    if not _NAMES.issuperset(map(type, value.__dict__)):
+        memo[_UNKNOWN] = True  # of attributes, a load accepts text as names alone
+    copied.__dict__.update(_copy_dictionary(value.__dict__, memo))
 
 
 def _copy_bytearray(value: bytearray, memo: _Memo) -> bytearray:
@@ -185,7 +199,7 @@ _COPIES: dict[type, Callable[[Any, _Memo], Any]] = {
     tuple: _copy_tuple,
     set: _copy_set,
     dict: _copy_dictionary,
-    collections.OrderedDict: _copy_dictionary,
+    collections.OrderedDict: _copy_ordered,
     argparse.Namespace: _copy_namespace,
     bytearray: _copy_bytearray,
     io.BytesIO: _copy_buffer,

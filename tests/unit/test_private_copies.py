@@ -43,6 +43,12 @@ def tensors() -> st.SearchStrategy[torch.Tensor]:
     return st.lists(st.integers(-9, 9), max_size=5).map(torch.tensor)
 
 
+def with_attributes(items: dict[Any, Any], names: dict[Any, Any]) -> collections.OrderedDict[Any, Any]:
+    made = collections.OrderedDict(items)
+    made.__dict__.update(names)
+    return made
+
+
 def plain_data() -> st.SearchStrategy[Any]:
     keys = st.text(max_size=3) | st.integers(0, 9) | st.tuples(st.text(max_size=2), st.integers(0, 9))
     arrays = st.lists(st.floats(allow_nan=False), max_size=4).map(np.array)
@@ -51,6 +57,7 @@ def plain_data() -> st.SearchStrategy[Any]:
     leaves |= (
         st.binary(max_size=5) | tensors() | arrays | buffers | st.just(Colour.RED) | st.just(torch.bfloat16)
     )
+    attributes = st.sampled_from("abc")
     leaves |= st.binary(max_size=5).map(bytearray) | st.sets(st.integers(0, 9)) | st.just(np.float32(2.5))
 
     def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -59,8 +66,9 @@ def plain_data() -> st.SearchStrategy[Any]:
             st.lists(inner, max_size=4)
             | dictionaries
             | dictionaries.map(collections.OrderedDict)
+            | st.builds(with_attributes, dictionaries, st.dictionaries(attributes, inner, max_size=2))
             | st.lists(inner, max_size=3).map(tuple)
-            | st.dictionaries(st.sampled_from("abc"), inner).map(lambda names: argparse.Namespace(**names))
+            | st.dictionaries(attributes, inner).map(lambda names: argparse.Namespace(**names))
         )
 
     return st.recursive(leaves, nest, max_leaves=12)
@@ -78,7 +86,8 @@ def described(value: Any) -> Any:
     if isinstance(value, argparse.Namespace):
         return kind, described(vars(value))
     if isinstance(value, dict):
-        return kind, [(described(key), described(item)) for key, item in value.items()]
+        items = [(described(key), described(item)) for key, item in value.items()]
+        return kind, items, described(getattr(value, "__dict__", None))
     if isinstance(value, list | tuple):
         return kind, [described(item) for item in value]
     return kind, frozenset(value) if isinstance(value, set) else bytes(
@@ -104,6 +113,7 @@ def spoil(value: Any) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             spoil(item)
+        spoil(getattr(value, "__dict__", None))
     if isinstance(value, list | bytearray):
         value.append(7)
     elif isinstance(value, dict):
@@ -187,6 +197,27 @@ def test_a_copy_stays_as_the_original_was(value: Any) -> None:
     copy = private_copy(value).value
     spoil(value)
     assert described(copy) == before
+
+
+def test_attributes_of_a_state_dict_are_copied() -> None:
+    """torch looks at them to load what older modules have saved."""
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    source = ObjectSource("x", [state]).snapshot(CopyBudget(1 << 20))
+    assert source is not None and source.value[0] is not state
+    (found,) = objects.deserialize(source.serialize(), "x")
+    assert found._metadata == state._metadata  # type: ignore[attr-defined]
+    assert found._metadata[""]["version"] == 2
+
+
+@pytest.mark.parametrize("make", [argparse.Namespace, collections.OrderedDict])
+def test_attributes_that_no_load_accepts_are_noted(make: Any) -> None:
+    value = make()
+    value.__dict__["a"] = 1
+    assert private_copy(value).named == frozenset()
+    value.__dict__[3] = 1
+    assert private_copy(value).named is None
+    with pytest.raises(UnsafeObjectError):
+        check_saved(ObjectSource("x", value).serialize(), "x")
 
 
 def test_an_object_that_occurs_twice_is_copied_once() -> None:
