@@ -6,6 +6,9 @@ object, what was expected, what was found, and what to do.
 
 from __future__ import annotations
 
+import sys
+import traceback
+from types import FrameType
 from typing import Self
 
 
@@ -27,6 +30,39 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"  # without the number
     return " ".join(str(error).split("\n"))
+
+
+def forget_frames(error: BaseException) -> None:
+    """Removes the tracebacks of an error and of all that led to it: their frames keep tensors alive.
+
+    Notes say as text where causes were raised. What callers of the catcher are handling is theirs, and stays.
+    Call it from a function that the catcher of the error calls.
+    """
+    handling: set[FrameType | None] = set()
+    frame = sys._getframe(2).f_back
+    while frame is not None:
+        handling.add(frame)
+        frame = frame.f_back
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if (raised := one.__traceback__) is not None and one is not error:
+            if raised.tb_frame in handling:
+                continue
+            one.add_note("\n".join(["Raised at, last call last:", *map(_place, traceback.walk_tb(raised))]))
+        del raised
+        one.with_traceback(None)
+        left += [one.__cause__, one.__context__]
+        left += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+
+
+def _place(call: tuple[FrameType, int]) -> str:
+    code = call[0].f_code
+    return f'  File "{code.co_filename}", line {call[1]}, in {code.co_name}'
 
 
 class DataStatesError(Exception):

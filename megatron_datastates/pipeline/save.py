@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
-from megatron_datastates.errors import DataStatesError, printable
+from megatron_datastates.errors import DataStatesError, forget_frames, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
@@ -137,6 +137,8 @@ class RankSave:
         except BaseException as error:
             self.fail(error)
             self.tail.close()
+            if self._finisher is None:
+                self.tail.drop_sources()
             self._cancel(str(error))
             if not isinstance(error, Exception):  # an interrupt: nobody will poll this save
                 self.cancel_and_remove(f"interrupted by {type(error).__name__}")
@@ -387,7 +389,8 @@ class RankSave:
         """Records an error, if it is this rank's first. The other ranks learn of it at the next poll."""
         ours = isinstance(error, DataStatesError)
         text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
-        first = (text, error.with_traceback(None))  # its frames would keep tensors alive
+        forget_frames(error)
+        first = (text, error)
         if self._failure.setdefault("first", first) is not first:
             return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)

@@ -170,6 +170,11 @@ class Tail:
         fenced = [one for one in list(self._later) if isinstance(one, _Pending) and one.is_fenced]
         return any(getattr(one.source, "storage", storage) == storage for one in fenced)
 
+    def drop_sources(self) -> None:
+        """Lets go of what nobody will write, because the save has failed."""
+        self._now.clear()
+        self._later.clear()
+
     def close(self) -> None:
         """Ends the threads that encode, and every wait for the tail."""
         self._read.set()

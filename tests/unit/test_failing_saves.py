@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.providers import ObjectSource, StreamSource
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import SMALL, State, bits, new_saver, random_tensor, save
 
@@ -94,6 +96,66 @@ def test_an_object_that_cannot_be_serialized_fails_the_save(saver, tmp_path, mut
     assert "pickle" in publication.error
     publication.join()  # the file is removed in the background
     assert not list(tmp_path.rglob("data-*"))
+
+
+class Failing:
+    """A provider that holds a tensor, and whose frames do when it fails."""
+
+    def __init__(self, tensor, how, mutability):
+        self.tensor, self.how, self.mutability = tensor, how, mutability
+
+    def entries(self):
+        local = self.tensor
+        if self.how == "entries":
+            self._fail(local)
+        if self.how == "object":
+            yield ObjectSource("o", [lambda: local], self.mutability)
+        yield StreamSource("s", lambda write: self._fail(local), self.mutability)
+
+    def _fail(self, local):
+        try:
+            raise KeyError(local.sum())
+        except KeyError as error:
+            if self.how == "group":
+                raise ExceptionGroup("several", [error, ValueError()]) from None
+            raise RuntimeError("no streams today") from error
+
+
+@pytest.mark.parametrize("how", ["entries", "object", "stream", "group"])
+@pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.NEVER], ids=lambda m: m.name)
+def test_a_failed_save_holds_no_tensor(saver, tmp_path, how, mutability):
+    """Without the garbage collector, too: Megatron's --manual-gc."""
+    tensor = torch.ones(1000)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    gc.disable()
+    try:
+        providers = [{"p": Failing(tensor, how, mutability)}]
+        publication = saver.start(tmp_path / "c", lambda: providers.pop())
+        assert publication.wait() is Outcome.FAILED
+        publication.join()
+        del tensor
+        assert storage.expired()
+    finally:
+        gc.enable()
+    cause = publication.save.cause.__cause__
+    if how != "object":
+        assert f'File "{__file__}", line ' in cause.__notes__[0] and "in _fail" in cause.__notes__[0]
+
+
+def test_what_a_program_is_handling_while_a_save_fails_keeps_its_traceback(saver, tmp_path):
+    def break_down():
+        try:
+            raise KeyError("a batch")
+        except KeyError as error:
+            raise RuntimeError("training is over") from error
+
+    try:
+        break_down()
+    except RuntimeError as error:
+        publication = save(saver, tmp_path / "c", FIRST, {"x": lambda: None})
+        assert publication.outcome is Outcome.FAILED and "pickle" in publication.error
+        for one in (error, error.__cause__):
+            assert traceback.extract_tb(one.__traceback__)[-1].name == "break_down"
 
 
 def test_two_objects_of_one_key_fail_the_save(saver, tmp_path):
