@@ -6,6 +6,7 @@ not belong here: fences, agreement of ranks, publishing.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -30,10 +31,24 @@ from megatron_datastates.plan.layout import Layout
 
 _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
 Words = npt.NDArray[np.uint64]
+# Options that engines do not read.
+_OF_OTHERS = (
+    "lazy", "lazy_delay", "prepared", "read_threads", "compress", "link", "link_from", "on_failure",
+    "while_saving", "fallback", "trust_objects", "providers", "near", "near_keep", "near_replicas",
+    "drain_every", "drain_limit", "report_file",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def engine_options(options: Options) -> Options:
+    """Returns the options that an engine reads, all others by default: engines of equal ones are alike."""
+    defaults = Options()
+    others: dict[str, Any] = {name: getattr(defaults, name) for name in _OF_OTHERS}
+    return dataclasses.replace(options, **others)
 
 
 class StagingEngine:
-    """The native engine with its threads and its staging memory. One per process."""
+    """The native engine with its threads and its staging memory. One per process and `engine_options`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

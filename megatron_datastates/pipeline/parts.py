@@ -82,6 +82,14 @@ class PartSaver(Saver):
             ) from save.cause
         return publication
 
+    def close_if_idle(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return super().close_if_idle()
+        finally:
+            self._lock.release()
+
     def _start(self, save: RankSave, provider: StateProvider) -> None:
         with self._lock:
             plan, memory, state = self._plan(provider)

@@ -1,7 +1,8 @@
 """What a process keeps between saves: the identity of its saves, known layouts, plans, and an engine.
 
 A process has one SaveSession, whatever the options of its saves. It has one Saver for each set of options,
-with an engine of its own; a Saver serves any number of strategy objects and directories.
+which serves any number of strategy objects and directories. Savers whose options are one to an engine use
+that of the first of them, their lender. Of savers that have nothing to do, the last few are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE, Fenced
-from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.engine.staging import StagingEngine, engine_options
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
@@ -49,6 +50,7 @@ _LAST_JOIN_SECONDS = 5.0  # for what Python still does once the engine is closed
 _FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer steps
 _LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
+_KEPT_IDLE = 4  # savers without unfinished saves: of those with engines of their own, and of the others
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
@@ -103,6 +105,8 @@ class Saver:
         self.options = options
         self.session = session
         self._engine: StagingEngine | None = None
+        self.lender: Saver | None = None  # whose engine this one uses; it is closed later
+        self.used_at = 0.0  # by time.monotonic: when a save was to be made with it
         self._faults = Faults(options.faults)
         self.reporter = Reporter(options.report_file)
         self._preparing: Fenced | None = None
@@ -352,7 +356,31 @@ class Saver:
             logger.error("%s hangs: the last reports are not written", self.options.report_file or "the log")
         self._unfinished = []
 
+    def close_if_idle(self) -> bool:
+        """Closes the saver, unless a save is unfinished or being started; returns whether it has.
+
+        Not one with a near tier, which works on its own, or with listeners, which a new one would lack.
+        """
+        turn = self.session.turn
+        if not turn.lock.acquire(blocking=False):
+            return False
+        try:
+            is_idle = not turn.is_taken and self._is_idle()
+            if is_idle:
+                self.close()
+            return is_idle
+        finally:
+            turn.lock.release()
+
+    def _is_idle(self) -> bool:
+        if self.near is not None or self.reporter.listeners:
+            return False
+        over = (p.outcome is not Outcome.PENDING and not p.hold_report for p in self._unfinished)
+        return all(over) and all(p.join(0.0) for p in self._unfinished) and self.reporter.flush(0.0)
+
     def _get_engine(self) -> StagingEngine:
+        if self.lender is not None:
+            return self.lender._get_engine()
         if self._engine is None:
             self._engine = StagingEngine(self.options)
         return self._engine
@@ -391,7 +419,8 @@ class Saver:
             )
 
     def _pool_facts(self) -> dict[str, object]:
-        return self._engine.pool_facts() if self._engine is not None else {}
+        engine = (self.lender or self)._engine
+        return engine.pool_facts() if engine is not None else {}
 
 
 def _compressed(provider: StateProvider, level: int) -> StateProvider:
@@ -488,8 +517,48 @@ def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> 
         atexit.register(close_all)
     found = _savers.get((kind, options))
     if not isinstance(found, kind):
-        found = _savers[kind, options] = kind(options, session)
+        _close_idle(kind)
+        found = kind(options, session)
+        found.lender = _lender_for(kind, options)
+        _savers[kind, options] = found  # after its lender: close_all begins with the last one
+    found.used_at = time.monotonic()
     return found
+
+
+def _lender_for(kind: type[Saver], options: Options) -> Saver | None:
+    """Returns a saver with an engine such as these options ask for, if there is one.
+
+    Faults are counted by each engine. Savers of other kinds start saves on several threads at once.
+    """
+    if kind is not Saver or options.faults:
+        return None
+    wanted = engine_options(options)
+    return next(
+        (
+            saver
+            for (other, theirs), saver in list(_savers.items())
+            if other is kind and saver.lender is None and engine_options(theirs) == wanted
+        ),
+        None,
+    )
+
+
+def _close_idle(kind: type[Saver]) -> None:
+    """Closes savers of this kind that have nothing to do, but for the ones used last and for lenders.
+
+    A program may save with other options each time, such as a report file for each checkpoint.
+    """
+    for borrows in (True, False):
+        savers = list(_savers.items())
+        lenders = {saver.lender for _, saver in savers}
+        group = [
+            (key, saver)
+            for key, saver in savers
+            if key[0] is kind and (saver.lender is not None) is borrows and saver not in lenders
+        ]
+        for key, saver in sorted(group, key=lambda one: one[1].used_at)[:-_KEPT_IDLE]:
+            if saver.close_if_idle():
+                _savers.pop(key, None)
 
 
 def _close_before_pools() -> None:

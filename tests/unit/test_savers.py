@@ -1,0 +1,159 @@
+"""The savers of a process: as many engines as options ask for, and none for options that were used once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.engine import memory, staging
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import StagingEngine, engine_options
+from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.pipeline import saver as savers
+from megatron_datastates.pipeline.parts import part_saver_for
+from megatron_datastates.pipeline.report import Listener
+from megatron_datastates.pipeline.saver import Saver, saver_for
+from tests.unit.states import OPTIONS, SMALL, data_files
+
+STATE = {"w": torch.arange(1000.0)}
+MANY = 12  # sets of options; more than are kept
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    savers.close_all()
+    yield
+    savers.close_all()
+
+
+def engines() -> list[StagingEngine]:
+    return [saver._engine for saver in savers._savers.values() if saver._engine is not None]
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def limited(number: int) -> dict[str, Any]:
+    """Returns options that ask for an engine of their own."""
+    return {**SMALL, "write_limit": (1 << 40) + number}
+
+
+def save(directory: Path, **options: Any) -> None:
+    ds.save(STATE, directory, **options)
+    assert torch.equal(ds.load(directory)["w"], STATE["w"])
+
+
+def test_options_that_no_engine_reads_share_an_engine_and_its_threads(tmp_path: Path) -> None:
+    save(tmp_path / "c", **SMALL)
+    (engine,), before = engines(), threads()
+    for number in range(MANY):
+        report = tmp_path / f"{number}.jsonl"
+        save(tmp_path / "c", **SMALL, report_file=str(report), on_failure="warn", link=False)
+        assert json.loads(report.read_text())["staging_bytes"] > 0
+    assert engines() == [engine] and threads() <= before + 1  # a thread of the last save may be ending
+    assert len(savers._savers) <= savers._KEPT_IDLE + 2
+
+
+@pytest.mark.parametrize("kind", ["Saver", "PartSaver"])
+def test_engines_of_options_that_are_not_used_again_are_closed(tmp_path: Path, kind: str) -> None:
+    for number in range(MANY):
+        if kind == "Saver":
+            save(tmp_path / "c", **limited(number))
+        else:
+            part_saver_for(Options(**limited(number)))._get_engine()
+    left = {options.write_limit - (1 << 40) for _, options in savers._savers}
+    assert left == set(range(MANY - 1 - savers._KEPT_IDLE, MANY)) and len(engines()) == len(left)
+
+
+def test_options_that_were_used_lately_keep_their_engine(tmp_path: Path) -> None:
+    save(tmp_path / "c", **limited(0))
+    kept = engines()[0]
+    for number in range(1, MANY):
+        save(tmp_path / "c", **limited(number))
+        save(tmp_path / "c", **limited(0))
+    assert kept in engines()
+
+
+@pytest.mark.parametrize("options", [{}, {"on_failure": "warn"}], ids=["own engine", "borrowed engine"])
+def test_a_save_that_is_not_finished_keeps_its_engine(tmp_path: Path, options: dict[str, Any]) -> None:
+    save(tmp_path / "first", **SMALL)
+    handle = ds.async_save(STATE, tmp_path / "lazy", lazy=True, **SMALL, **options, lazy_delay=3600.0)
+    for number in range(MANY):
+        ds.async_save(STATE, tmp_path / f"{number}", **limited(number)).wait()
+    assert not (tmp_path / "lazy" / "manifest.json").exists()
+    FENCE.wait("the step")
+    assert handle.wait()["state"] == "published"
+    assert torch.equal(ds.load(tmp_path / "lazy")["w"], STATE["w"])
+
+
+def test_a_saver_that_somebody_listens_to_is_kept(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    options = Options.from_environment(limited(0))
+    saver_for(options).reporter.listeners.append(Listener(heard.append))
+    for number in (*range(1, MANY), 0):
+        save(tmp_path / "c", **limited(number))
+    assert len(heard) == 1
+
+
+def test_a_saver_is_not_closed_while_a_save_starts(tmp_path: Path) -> None:
+    saver = saver_for(OPTIONS)
+    saver.start(tmp_path / "c", lambda: {}).wait()
+    with saver.session.turn.lock:
+        saver.session.turn.is_taken = True
+        assert not saver.close_if_idle()
+        saver.session.turn.is_taken = False
+        assert saver.close_if_idle()
+
+
+def test_savers_of_one_engine_are_all_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "c", **SMALL)
+    for name in ("d", "e"):
+        ds.async_save(STATE, tmp_path / name, lazy=True, **SMALL, link=name == "d", lazy_delay=3600.0)
+    savers.close_all()
+    for name in ("d", "e"):
+        assert f"the save to {tmp_path / name} was not published" in caplog.text
+        assert not data_files(tmp_path / name)
+    assert "hangs" not in caplog.text
+    FENCE.wait("the step")
+    save(tmp_path / "d", **SMALL)
+
+
+def test_memory_is_prepared_in_the_engine_that_is_shared() -> None:
+    first, second = saver_for(OPTIONS), saver_for(dataclasses.replace(OPTIONS, on_failure="warn"))
+    second.warm_up()
+    first.warm_up()
+    assert second.lender is first and len(engines()) == 1
+
+
+def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:
+    for option in ("raise", "warn"):
+        with pytest.raises(SaveFailedError):
+            ds.save(STATE, tmp_path / "c", **SMALL, faults="write:1:EIO", on_failure=option)
+
+
+def test_engines_read_no_option_that_is_one_to_them() -> None:
+    text = "".join(Path(str(module.__file__)).read_text() for module in (staging, memory))
+    read = set(re.findall(r"options\.(\w+)", text))
+    assert len(read) > 10 and not read & set(staging._OF_OTHERS)
+    changed = Options(staging_memory=9 * MIB, report_file="r", link_from=7, lazy=False)
+    assert engine_options(changed) == Options(staging_memory=9 * MIB)
+
+
+def test_a_saver_of_ones_own_lends_nothing() -> None:
+    own = Saver(OPTIONS, savers.SaveSession())
+    own.warm_up()
+    kept = saver_for(OPTIONS)
+    kept.warm_up()
+    assert kept.lender is None and kept._engine is not own._engine
+    own.close()
