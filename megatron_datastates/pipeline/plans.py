@@ -24,6 +24,7 @@ from megatron_datastates.providers.collect import Collected
 from megatron_datastates.providers.tensors import dtype_name, reach
 
 _facts = attrgetter("dtype", "shape", "device")
+_DESCRIBED_TWICE = (torch.int8, torch.uint8)
 _LARGEST_OFFSET = 1 << 40  # bytes; hosts' memory is at higher addresses
 
 
@@ -49,6 +50,11 @@ class Structure:
         items = [dtype.itemsize for dtype, _, _ in self.facts]
         return np.array(reached, np.uint64) * np.array(items, np.uint64)
 
+    @functools.cached_property
+    def ambiguous(self) -> list[tuple[int, torch.dtype]]:
+        """Numbers and dtypes of the tensors whose description others share: uint4 is described as uint8."""
+        return [(i, dtype) for i, (dtype, _, _) in enumerate(self.facts) if dtype in _DESCRIBED_TWICE]
+
     def matches(self, tensors: Tensors, description: bytes | None) -> bool:
         """Returns whether `tensors` have this structure.
 
@@ -62,7 +68,9 @@ class Structure:
         if ours != (tensors.keys, tensors.mutability, tensors.places, tensors.stable):
             return False
         if self.description is not None and description is not None:
-            return self.description == description
+            return self.description == description and all(
+                tensors.tensors[i].dtype is dtype for i, dtype in self.ambiguous
+            )
         return all(map(eq, map(_facts, tensors.tensors), self.facts)) and all(
             map(eq, map(torch.Tensor.stride, tensors.tensors), self.strides)
         )

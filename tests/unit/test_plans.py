@@ -14,6 +14,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
+from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
@@ -89,6 +90,20 @@ def test_dtypes_of_one_size_are_distinguished(name: str) -> None:
         if other != name:
             assert planned(plans, state(tensor=torch.empty(4, 6, dtype=getattr(torch, other)))) is not own
     assert planned(plans, mine) is own
+
+
+@pytest.mark.parametrize("whole", ["uint8", "int8"])
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_integers_of_fewer_bits_are_refused_after_whole_bytes_too(whole: str, bits: int) -> None:
+    """DLPack describes them as whole bytes."""
+    narrow = getattr(torch, f"{whole[:-1]}{bits}", None)
+    if narrow is None:
+        pytest.skip("this torch has no such dtype")
+    plans, tensor = Plans(4), torch.ones(4, dtype=getattr(torch, whole))
+    own = planned(plans, state(tensor=tensor))
+    with pytest.raises(MismatchError, match=f"{whole[:-1]}{bits}, which cannot be saved"):
+        planned(plans, state(tensor=torch.empty(4, dtype=narrow)))
+    assert planned(plans, state(tensor=tensor)) is own
 
 
 def test_equal_structures_share_a_plan_wherever_their_memory_is() -> None:
