@@ -331,15 +331,34 @@ class Publication:
 
     def _start_publisher(self, function: Callable[[], None], writes_manifest: bool = True) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        delay = 0.0 if self.is_awaited else AFTER_POLL_SECONDS
-        publisher = BackgroundThread(function, after=self.layouts.publisher, delay=delay)
+        delay, before = 0.0 if self.is_awaited else AFTER_POLL_SECONDS, self.layouts.publisher
+        publisher = BackgroundThread(function, after=before, delay=delay)
         try:
             self._manifest_in_place = writes_manifest  # until the thread reports that it is not
             publisher.start()
             self._publisher = self.layouts.publisher = publisher
+            return
         except RuntimeError as error:  # no thread could be started, on this rank only
+            cause = error.with_traceback(None)
+        # While the interpreter ends, Python starts no threads; the program may still wait for its saves.
+        if self._can_publish_here(before):
+            function()
+        else:
             self._manifest_in_place = False
-            self.save.fail(error)
+            self.save.fail(cause)
+
+    def _can_publish_here(self, before: BackgroundThread | None) -> bool:
+        """Returns whether all that a publishing thread would wait for is there within _PATIENCE_SECONDS.
+
+        Not longer: what an earlier save's thread waits for may be noticed by polls alone.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while self._indexes_asked is not None and not self._indexes_arrived.is_set():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_BLOCKING_POLL_SECONDS)
+            self._look_for_indexes()
+        return before is None or before.join(max(deadline - time.monotonic(), 0.0))
 
     def _publish_near(self, near: NearShare) -> None:
         try:

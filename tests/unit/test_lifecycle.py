@@ -18,11 +18,13 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.background import (
     AFTER_POLL_SECONDS,
     COPIES_AFTER_POLL_SECONDS,
     BackgroundThread,
 )
+from megatron_datastates.pipeline.commit import Commit
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
@@ -86,10 +88,9 @@ def no_thread(monkeypatch):
     return deny
 
 
-@pytest.mark.parametrize("name", ["_finish", "_publish"])
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
-def test_a_thread_that_cannot_start_fails_the_save(saver, tmp_path, no_thread, name, mutability):
-    no_thread(name)
+def test_a_finishing_thread_that_cannot_start_fails_the_save(saver, tmp_path, no_thread, mutability):
+    no_thread("_finish")
     publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, mutability))
     FENCE.wait("the step")
     assert publication.wait() is Outcome.FAILED
@@ -97,6 +98,64 @@ def test_a_thread_that_cannot_start_fails_the_save(saver, tmp_path, no_thread, n
     publication.join()
     assert not (tmp_path / "c" / MANIFEST_NAME).exists() and data_files(tmp_path / "c") == []
     assert save(saver, tmp_path / "next", BIG).outcome is Outcome.PUBLISHED
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_publishing_thread_that_cannot_start_is_the_trainers(
+    saver, tmp_path, no_thread, monkeypatch, is_awaited
+):
+    ran: list[tuple[Path, threading.Thread]] = []
+    publish = Commit.publish
+
+    def noting(commit: Commit) -> None:
+        publish(commit)
+        ran.append((commit.directory, threading.current_thread()))
+
+    monkeypatch.setattr(Commit, "publish", noting)
+    first = saver.start(tmp_path / "first", State(BIG))
+    while first._publisher is None:
+        first.poll()
+    no_thread("_publish")
+    second = saver.start(tmp_path / "second", State(BIG, {"x": 1}))
+    while second.poll() is Outcome.PENDING:
+        second.is_awaited = is_awaited
+    assert second.outcome is Outcome.PUBLISHED, second.error
+    (one, beside), (other, here) = ran
+    assert one == tmp_path / "first" and beside is not threading.current_thread()
+    assert other == tmp_path / "second" and here is threading.current_thread()
+    assert verify(tmp_path / "second", options=OPTIONS).good
+
+
+@pytest.mark.parametrize("looks", [3, 10**9], ids=["late", "never"])
+def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, monkeypatch, looks):
+    class Indexes:
+        looks = 0
+
+        def is_over(self) -> bool:
+            self.looks += 1
+            return self.looks >= looks
+
+    monkeypatch.setattr(publication_module, "_PATIENCE_SECONDS", 0.1)
+    publication = saver.start(tmp_path / "c", State(BIG))
+    publication._indexes_asked = Indexes()
+    assert publication._can_publish_here(None) == (looks == 3)
+    publication._indexes_asked = None
+    assert publication.wait() is Outcome.PUBLISHED
+
+
+def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):
+    monkeypatch.setattr(publication_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(Commit, "publish", lambda commit: time.sleep(0.5))
+    first = saver.start(tmp_path / "first", State(BIG))
+    while first._publisher is None:
+        first.poll()
+    no_thread("_publish")
+    second = saver.start(tmp_path / "second", State(BIG))
+    assert second.wait() is Outcome.FAILED
+    assert "can't start new thread" in second.error
+    second.join()
+    assert data_files(tmp_path / "second") == []
+    assert first.wait() is Outcome.PUBLISHED
 
 
 def test_threads_that_the_engine_cannot_start_are_reported_by_the_first_save(tmp_path, monkeypatch, caplog):
@@ -247,8 +306,8 @@ EXITS: dict[str, tuple[str, int, str, bool]] = {
 }  # fmt: skip
 
 
-def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM + program, str(folder)]
+def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM + program, str(folder), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
 
@@ -288,6 +347,22 @@ atexit.register(late)
     assert "FAILED" in ended.stdout
     assert "can't create new thread at interpreter shutdown" in ended.stdout
     assert not is_published(tmp_path / "c") and data_files(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("reports", ["", "reports.jsonl"])
+def test_exit_handlers_may_wait_for_saves_that_are_under_way(tmp_path, reports):
+    program = """
+file = sys.argv[2] and str(folder / sys.argv[2])
+saves = [start(name, Mutability.NOW, report_file=file) for name in "cd"]
+atexit.register(lambda: print(*(save.wait().name for save in saves), saves[0].error, saves[1].error))
+"""
+    ended = run(program, tmp_path, reports)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "PUBLISHED PUBLISHED None None\n", ended.stderr
+    for name in "cd":
+        assert verify(tmp_path / name, options=OPTIONS).good
+    if reports:
+        assert len((tmp_path / reports).read_text().splitlines()) == 2
 
 
 HUNG_DEVICE = """
