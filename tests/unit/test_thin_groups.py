@@ -1,14 +1,16 @@
 """Parameter groups without states: what Megatron stores of them is what it stores of a whole state dict."""
 
 import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_datastates.mcore.save import thin_groups
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 
 
@@ -94,6 +96,23 @@ def test_what_a_program_has_a_say_in_is_asked_for_whole(change: Any, monkeypatch
     with groups_alone(distributed(inner)):
         assert len(inner.state_dict()["state"]) == 4
     assert len(inner.state_dict()["state"]) == 4
+
+
+def test_an_interrupt_between_two_optimizers_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    inners = [trained(torch.optim.Adam) for _ in range(2)]
+    chained = ChainedOptimizer.__new__(ChainedOptimizer)
+    chained.chained_optimizers = [distributed(inner) for inner in inners]
+    calls = iter([False, True])
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return functools.partial(*args)
+
+    monkeypatch.setattr(thin_groups, "functools", SimpleNamespace(partial=interrupted))
+    with pytest.raises(KeyboardInterrupt), groups_alone(chained):
+        pytest.fail("the second one was not interrupted")
+    assert not any("state_dict" in vars(inner) for inner in inners)
 
 
 def test_an_error_leaves_nothing_behind() -> None:

@@ -25,9 +25,9 @@ def groups_alone(optimizer: Any) -> Iterator[None]:
         UnprovableError: there are others than distributed optimizers.
     """
     thin = [one.optimizer for one in distributed_optimizers(optimizer) if _may_be_thin(one.optimizer)]
-    for inner in thin:
-        inner.__dict__["state_dict"] = functools.partial(_groups_of, inner)
-    try:
+    try:  # from the first one on: an interrupt may come between any two
+        for inner in thin:
+            inner.__dict__["state_dict"] = functools.partial(_groups_of, inner)
         yield
     finally:
         for inner in thin:
