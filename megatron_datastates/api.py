@@ -154,6 +154,8 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         With `into`, nested dictionaries of the same keys: its tensors and state providers, and the objects
         of the checkpoint.
         Without it, everything in the checkpoint by name: tensors whole and in host memory, streams as bytes.
+        Objects that Megatron's training loop stored contain a few classes of Megatron-Core, which is imported
+        for them; without megatron-core, load what you need with `into`.
 
     Raises:
         NotACheckpointError: no checkpoint was published there.
@@ -161,6 +163,8 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         MismatchError: a tensor has another shape, or a dtype that stored values cannot become; without
             `into`, values of two kinds have one name.
         ProviderError: a state provider could not restore itself; its `__cause__` says why.
+        UntrustedClassError: an object contains a class that is not trusted, or one of Megatron-Core's, which
+            is not installed.
         CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
             `into` may have been filled in part.
     """

@@ -24,6 +24,11 @@ import torch
 from megatron_datastates.errors import FormatError, UnsafeObjectError, UntrustedClassError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, EmptyObjects, Mutability, Write
+from megatron_datastates.providers.megatron_classes import (
+    MEGATRON_CLASSES,
+    MegatronClassError,
+    import_megatron,
+)
 from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
@@ -40,23 +45,6 @@ REMEDIES = (
     "that save and load; or trust all objects with --datastates-trust-objects on "
     "(MEGATRON_DATASTATES_TRUST_OBJECTS=on), which lets whoever wrote a checkpoint run any code in the "
     "program that loads it"
-)
-# Classes that Megatron adds to torch's safe globals when it is imported (megatron/core/safe_globals.py). A
-# process without Megatron meets them in checkpoints, too.
-_MEGATRON_CLASSES = frozenset(
-    {
-        "megatron.core.enums.ModelType",
-        "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-        "megatron.core.rerun_state_machine.RerunDiagnostic",
-        "megatron.core.rerun_state_machine.RerunMode",
-        "megatron.core.rerun_state_machine.RerunState",
-        "megatron.core.transformer.enums.AttnBackend",
-        "megatron.core.transformer.enums.CudaGraphModule",
-        "megatron.core.transformer.enums.CudaGraphScope",
-        "megatron.core.transformer.enums.InferenceCudaGraphScope",
-        "signal.Signals",
-        "torch._C.Generator",
-    }
 )
 
 
@@ -185,6 +173,8 @@ class _RecordingPickle:
 def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
     """Returns the object that was serialized to `data`.
 
+    Imports Megatron-Core if the object contains one of its classes that are on the allow list.
+
     Args:
         key: the object's key, for messages.
         trust: unpickle what the allow list refuses by torch.load, which runs any code that the pickle names.
@@ -193,7 +183,7 @@ def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
         UnsafeObjectError: `data` names a class that is not accepted, or is not what torch.save writes.
     """
     try:
-        return _unpickle(data)
+        return _unpickle_importing(data)
     except UnsafeObjectError as error:
         if not trust:
             raise _refusal(f"object {key!r} was not loaded", error) from error
@@ -285,12 +275,14 @@ def _check_with(execute: Callable[[], object], key: str, refusal: str, trust: bo
 
 
 def _megatron_class(name: str) -> ClassPlaceholder:
-    if name not in _MEGATRON_CLASSES | OPTIMIZERS:
+    if name not in MEGATRON_CLASSES | OPTIMIZERS:
         raise UntrustedClassError(name)
     return ClassPlaceholder()
 
 
 def _refusal(what: str, error: UnsafeObjectError) -> UnsafeObjectError:
+    if isinstance(error, MegatronClassError):
+        return UntrustedClassError(f"{what}: {error}")
     if isinstance(error, UntrustedClassError):
         return UntrustedClassError(f"{what}: it contains {error}, which is not trusted. {REMEDIES}")
     advice = "" if isinstance(error, _DamagedError) else f". {REMEDIES}"
@@ -353,6 +345,15 @@ class _Archive:
 def _unpickle(data: bytes, **how: Any) -> Any:
     """Returns the object. Raises UnsafeObjectError for damage of any kind, too."""
     return _guarded(lambda: _Archive(data).execute(**how))
+
+
+def _unpickle_importing(data: bytes) -> Any:
+    try:
+        return _unpickle(data)
+    except UntrustedClassError as error:
+        if not import_megatron(str(error)):
+            raise
+    return _unpickle(data)
 
 
 def _execute_pickle(data: bytes) -> None:

@@ -3,7 +3,7 @@
 It is as strict as torch.load with weights_only=True, knows more plain types, and limits memory: a pickle of n
 bytes makes no more than a small multiple of n bytes. It knows the opcodes that torch.save writes (protocol
 2). A name is looked up in plain.py, in rebuilding.py and among the user's own safe globals
-(torch.serialization.add_safe_globals); nothing is imported.
+(torch.serialization.add_safe_globals); nothing is imported here (objects.py may import Megatron-Core first).
 
 A *dry run* makes placeholders instead of tensors, long bytes and instances of the user's classes: it finds
 whether a load would accept the pickle, runs no code of users and takes little memory.

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import fractions
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,45 @@ def test_classes_that_megatron_trusts_are_no_fault_without_megatron() -> None:
     check_stored(archive(pickled), "args")
     with pytest.raises(UnsafeObjectError):
         check_stored(archive(pickled.replace(b"AttnBackend", b"Others")), "args")
+
+
+LOAD_MEGATRONS_CLASS = """
+import importlib.abc, pickle, sys, torch
+from megatron_datastates.errors import UntrustedClassError
+from megatron_datastates.providers.objects import deserialize
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron":
+            raise ModuleNotFoundError("No module named 'megatron'")
+
+if sys.argv[1] == "absent":
+    sys.meta_path.insert(0, Absent())
+data = sys.stdin.buffer.read()
+assert "megatron.core" not in sys.modules
+try:
+    print(type(deserialize(data, "args")).__module__)
+except UntrustedClassError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("installed", "printed"),
+    [
+        ("present", "megatron.core.transformer.enums"),
+        (
+            "absent",
+            "object 'args' was not loaded: it contains megatron.core.transformer.enums.AttnBackend, a class",
+        ),
+    ],
+)
+def test_a_class_of_megatron_is_loaded_where_megatron_is_installed(installed: str, printed: str) -> None:
+    pickled = b"\x80\x02cmegatron.core.transformer.enums\nAttnBackend\nK\x01\x85R."
+    command = [sys.executable, "-W", "ignore", "-c", LOAD_MEGATRONS_CLASS, installed]
+    done = subprocess.run(command, input=archive(pickled), capture_output=True, check=False)
+    assert done.stdout.decode().startswith(printed), done.stderr.decode()
+    assert "add_safe_globals" not in done.stdout.decode()
 
 
 # -- optimizers' classes, which Megatron stores with the groups of an offloaded optimizer -------------------

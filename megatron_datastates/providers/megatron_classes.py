@@ -1,0 +1,55 @@
+"""Classes of Megatron's in stored objects: a fixed list, and the one import that makes them loadable.
+
+Megatron-Core adds these classes to torch's safe globals when it is imported (megatron/core/safe_globals.py).
+A program without Megatron meets them in its checkpoints, too. No name from a checkpoint is imported: the
+import is always that of `megatron.core`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+from megatron_datastates.errors import UntrustedClassError
+
+logger = logging.getLogger(__name__)
+_PACKAGE = "megatron.core"
+MEGATRON_CLASSES = frozenset(
+    {
+        "megatron.core.enums.ModelType",
+        "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+        "megatron.core.rerun_state_machine.RerunDiagnostic",
+        "megatron.core.rerun_state_machine.RerunMode",
+        "megatron.core.rerun_state_machine.RerunState",
+        "megatron.core.transformer.enums.AttnBackend",
+        "megatron.core.transformer.enums.CudaGraphModule",
+        "megatron.core.transformer.enums.CudaGraphScope",
+        "megatron.core.transformer.enums.InferenceCudaGraphScope",
+        "signal.Signals",
+        "torch._C.Generator",
+    }
+)
+
+
+class MegatronClassError(UntrustedClassError):
+    """An object names a class of MEGATRON_CLASSES, and Megatron-Core cannot be imported."""
+
+
+def import_megatron(name: str) -> bool:
+    """Imports Megatron-Core if `name` is one of its classes; returns whether that was done now.
+
+    Raises:
+        MegatronClassError: it cannot be imported.
+    """
+    if name not in MEGATRON_CLASSES or _PACKAGE in sys.modules:
+        return False
+    logger.info("importing %s, as a stored object names its class %s", _PACKAGE, name)
+    try:
+        importlib.import_module(_PACKAGE)
+    except Exception as error:  # of whatever it imports
+        raise MegatronClassError(
+            f"it contains {name}, a class of Megatron-Core, and {_PACKAGE} cannot be imported here "
+            f"({type(error).__name__}: {error}): install megatron-core, or load what you need with `into`"
+        ) from error
+    return True
