@@ -73,7 +73,7 @@ def peers(found: Results) -> Iterator[Row]:
     if part is None:
         return
     of = part["contenders"]
-    what = f"of {part['bytes'] / (1 << 30):.1f} GiB in {part['tensors']:,} tensors"
+    what = f"of {part['bytes'] / (1 << 30):.2f} GiB in {part['tensors']:,} tensors"
     ways = [name for name in of if name.startswith(THEIRS) and "async" in name]
     for text, value, ours, theirs in (
         (f"trainer held by a synchronous save {what}", "held_ms", OURS, [THEIRS]),
