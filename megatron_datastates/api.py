@@ -15,8 +15,8 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import MismatchError, SaveFailedError
-from megatron_datastates.files import path_of
+from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
+from megatron_datastates.files import is_object, path_of
 from megatron_datastates.pipeline.filling import fill
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
@@ -127,6 +127,11 @@ def _start(
     mutability: Mutability,
     options: dict[str, Any],
 ) -> SaveHandle:
+    if "://" in os.fspath(directory) and not is_object(directory):
+        raise OptionError(
+            f"{directory}: expected a directory of a file system; only Megatron's training loop saves to "
+            "object stores"
+        )
     saver = saver_for(Options.from_environment(options))
     publication = saver.start(
         path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode

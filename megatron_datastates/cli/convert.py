@@ -114,12 +114,12 @@ def convert(
     tracker beside it names it, so that Megatron resumes from it. Under torchrun, ranks share the work.
     For a TARGET in an object store, files are made in the directory for temporary files (TMPDIR) first.
 
-    With --all, a checkpoint that cannot be converted does not keep the others from it; unfinished ones are
+    With --all, if a checkpoint cannot be converted, the others are still converted; unfinished ones are
     skipped, and the output says so.
 
     Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference, or of a run some
     checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted
-    (a file is missing, truncated or not to be read); 130 interrupted.
+    (a file is missing, truncated or unreadable); 130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify

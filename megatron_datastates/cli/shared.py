@@ -296,7 +296,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def require_directory(path: Path) -> None:
-    """Raises NotACheckpointError if a path of a file system is no directory."""
+    """Raises NotACheckpointError if a path of a file system is not a directory."""
     if not is_object(path) and not path.is_dir():
         fault = "is not a directory" if path.exists() else "does not exist"
         raise NotACheckpointError(f"{path} {fault}: give a checkpoint, or the directory of a run")

@@ -60,8 +60,8 @@ def verify(
 
     Checks every checksum, every extent, every element and every object, and lists all faults. In torch_dist,
     a tensor or an object has a checksum. The index, .metadata, has none: it is compared with the files and
-    with itself, so that what torch refuses is a fault, and the verdict says so. Of several checkpoints, one
-    that cannot be checked does not keep the others from it.
+    with itself, so that what torch refuses is a fault, and the verdict says so. If one of several checkpoints
+    cannot be checked, the others are still checked.
 
     Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, or not completely, and none is
     faulty: no such directory, no checkpoint in it or an unfinished one, permissions, or an object store that

@@ -30,7 +30,7 @@ def finish_drops(root: Path) -> None:
 def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool, as_json: bool) -> int:
     """Drops the optimizer's state of all checkpoints that the rules do not keep; returns the exit code.
 
-    A checkpoint that cannot be rewritten does not keep the others from it.
+    If one cannot be rewritten, the others still are.
 
     Raises:
         DataStatesError: as plan_prune.

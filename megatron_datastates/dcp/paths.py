@@ -12,8 +12,8 @@ def directory_of(checkpoint_id: str | os.PathLike[str]) -> Path:
     """Returns the directory that a checkpoint id names. Raises DataStatesError for a URL."""
     if "://" in os.fspath(checkpoint_id):
         raise DataStatesError(
-            f"{checkpoint_id} is a URL: expected a directory on a POSIX file system, as datastates "
-            "checkpoints are not stored elsewhere"
+            f"{checkpoint_id} is a URL: expected a directory on a POSIX file system; only Megatron's "
+            "training loop saves to object stores"
         )
     return Path(checkpoint_id).absolute()
 

@@ -409,7 +409,10 @@ def _merge_objects(parts: Iterable[tuple[Directory, int]]) -> dict[int, dict[str
             key, known = directory.text(name), found[kind]
             if key in known:
                 what = Kind(kind).name.lower()
-                raise FormatError(f"{what} {key!r} is stored by the ranks of files {known[key]} and {file}")
+                raise FormatError(
+                    f"{what} {key!r} is stored by two ranks, in the data files {known[key]} and {file}: put "
+                    "the rank into the key, or yield it on one rank only"
+                )
             known[key] = file
     return found
 

@@ -66,8 +66,9 @@ def describe_blocks(checkpoint: Described, bad_blocks: Sequence[tuple[int, int]]
         _describe_file(checkpoint, file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]
     ]
     more = f" So are {len(by_file) - _MOST_NAMED} more files." if len(by_file) > _MOST_NAMED else ""
+    these = "this block" if len(bad_blocks) == 1 else "these blocks"
     return (
-        f"{' '.join(described)}{more} Nothing of these blocks was used: "
+        f"{' '.join(described)}{more} Nothing from {these} was used: "
         "load an older checkpoint, or restore what is corrupt."
     )
 
@@ -77,9 +78,14 @@ def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> s
     if len(blocks) > _MOST_NAMED:
         places += f" and {len(blocks) - _MOST_NAMED} more"
     keys = _listed(keys_in_blocks(checkpoint, file, blocks))
+    rank = checkpoint.manifest.files[file].rank
+    where = f"{checkpoint.file_path(file)}, which rank {rank} wrote, is corrupt:"
+    if len(blocks) == 1:
+        return (
+            f"{where} the 1 MiB block at byte offset {places} has a wrong checksum. It holds data of {keys}."
+        )
     return (
-        f"{checkpoint.file_path(file)}, which rank {checkpoint.manifest.files[file].rank} wrote, is corrupt: "
-        f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {keys}."
+        f"{where} the 1 MiB blocks at byte offsets {places} have wrong checksums. They hold data of {keys}."
     )
 
 

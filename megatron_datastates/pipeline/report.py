@@ -117,7 +117,7 @@ def _save_line(report: Report) -> str:
     return (
         f"datastates: {report['state']} {report['mode']} save of {report['bytes'] / 1e6:.1f} MB{linked} to "
         f"{report['directory']}; trainer held {report['held_ms']:.1f} ms, {report['fence_ms']:.1f} ms of it "
-        f"at the fence; its stream waited {report['stream_wait_ms']:.1f} ms; waited "
+        f"at the fence; the CUDA stream waited {report['stream_wait_ms']:.1f} ms; waited "
         f"{report['slot_wait_ms']:.1f} ms for slots, with {report['saves_before']} unfinished saves before; "
         f"{report['write_mb_per_s']:.0f} MB/s"
     )

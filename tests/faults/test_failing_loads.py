@@ -107,7 +107,9 @@ def test_bad_block_is_reported_with_its_offset(
     path.write_bytes(data)
     for failure in failures(world, directory, saved(2), 2).values():
         assert f"{path}, which rank 1 wrote, is corrupt" in failure["error"]
-        assert f"at byte offset {1 << 20}. It holds data of 'weight'." in failure["error"]
+        assert (
+            f"at byte offset {1 << 20} has a wrong checksum. It holds data of 'weight'." in failure["error"]
+        )
         assert failure["cause"] == "CorruptDataError"
 
 

@@ -204,7 +204,7 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
 
     assert results_table("--page", page, "--results", results).returncode == 0
     text = page.read_text()
-    assert "| trainer held by a synchronous save of 2.0 GiB in 3,084 tensors | 21 ms | 900 ms |" in text
+    assert "| trainer held by a synchronous save of 2.00 GiB in 3,084 tensors | 21 ms | 900 ms |" in text
     assert "| trainer held by an asynchronous save of the same | 4 ms | 310 ms |" in text
     what = "Megatron's loop blocked by an asynchronous save of 405 MB in every iteration"
     assert f"| {what} | 15 ms | 769 ms |" in text

@@ -301,7 +301,7 @@ def test_a_flipped_bit_is_found_and_named_once(tmp_path, what):
         "weight": lambda: checkpoint.read_tensor("weight"),
         "state": lambda: checkpoint.read_object("state"),
     }
-    with pytest.raises(CorruptDataError, match="checksum of the block"):
+    with pytest.raises(CorruptDataError, match="a wrong checksum"):
         read[what]()
 
 

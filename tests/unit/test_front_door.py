@@ -188,3 +188,8 @@ def test_help_fits_on_a_screen_and_names_everything() -> None:
     text = ds.__doc__ or ""
     assert len(text.splitlines()) < 24
     assert all(f"ds.{name}" in text for name in ds.__all__ if name != "SaveHandle")
+
+
+def test_a_save_to_a_url_is_refused() -> None:
+    with pytest.raises(OptionError, match="only Megatron's training loop saves to object stores"):
+        ds.save({"step": 1}, "s3://bucket/x")

@@ -116,7 +116,9 @@ def test_ranks_that_disagree_on_a_tensor_are_refused(other):
 
 
 def test_an_object_stored_by_two_ranks_is_refused():
-    with pytest.raises(FormatError, match="'x' is stored by the ranks of files 0 and 1"):
+    with pytest.raises(
+        FormatError, match="'x' is stored by two ranks, in the data files 0 and 1: put the rank into"
+    ):
         merge_indexes((build_index([], {"x": 0}), n) for n in (0, 1))
 
 

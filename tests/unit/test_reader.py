@@ -216,7 +216,7 @@ def test_all_corrupt_files_are_named_with_places_keys_and_ranks(tmp_path):
     message = str(caught.value.failures[0][0])
     for number in (0, 2):
         assert f"{data_files(tmp_path)[number]}, which rank {number} wrote, is corrupt" in message
-        assert f"byte offset 0. It holds data of 'w{number}'" in message
+        assert f"byte offset 0 has a wrong checksum. It holds data of 'w{number}'" in message
     assert "'w1'" not in message
 
 

@@ -172,7 +172,7 @@ def cut_file(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (break_block, "the checksum of the block"),
+        (break_block, "a wrong checksum"),
         (remove_manifest, "unfinished: it has no"),
         (cut_file, "damaged: missing or of another size: data-"),
     ],

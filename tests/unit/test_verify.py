@@ -193,7 +193,9 @@ def test_a_fault_of_one_tensor_does_not_hide_that_of_another(tmp_path):
     data = bytearray(path.read_bytes())
     data[4096] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptDataError, match=r"at byte offset 0\. It holds data of 'w'"):
+    with pytest.raises(
+        CorruptDataError, match=r"at byte offset 0 has a wrong checksum\. It holds data of 'w'"
+    ):
         read(tmp_path)
     assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of 'w'" in fault]
     path.unlink()

@@ -381,7 +381,7 @@ def family_of(a: Arguments, stored: Mapping[str, Any]) -> Family:
         return nearest
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UnsupportedFormatError(
-        f"the model is of no architecture that is known ({known}); it differs from {nearest.model_type} in "
+        f"unknown architecture; known are {known}. The model differs from {nearest.model_type} in "
         f"its arguments: {_text(differing)}"
     )
 

@@ -1,4 +1,4 @@
-"""Reads a model's folder of Hugging Face's: config.json, and where each tensor is in the safetensors files.
+"""Reads a Hugging Face model folder: config.json, and where each tensor is in the safetensors files.
 
 The format of these files is described in sinks/safetensors.py. Headers are checked as if they were hostile.
 """
@@ -59,8 +59,8 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     """Returns config.json. Raises NotACheckpointError if there is none, FormatError if it is damaged."""
     path = directory / CONFIG_NAME
     if not path.is_file():
-        what = f"has no {CONFIG_NAME}" if directory.is_dir() else "is no directory"
-        raise NotACheckpointError(f"{directory} {what}: choose a model's folder of Hugging Face's")
+        what = f"has no {CONFIG_NAME}" if directory.is_dir() else "is not a directory"
+        raise NotACheckpointError(f"{directory} {what}: choose a Hugging Face model folder")
     return _object(path, DOCUMENT_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Imports a model's folder of Hugging Face's as a run that training starts from.
+"""Imports a Hugging Face model folder as a run that training starts from.
 
 Protocol: the checkpoint is converted to RUN/release, which appears only once it is complete; then Megatron's
 tracker file is written, which names it. Megatron loads a release without its optimizer, at iteration 0.

@@ -1,4 +1,4 @@
-"""Presents a model's folder of Hugging Face's as a checkpoint with Megatron's keys, ready to be converted.
+"""Presents a Hugging Face model folder as a checkpoint with Megatron's keys, ready to be converted.
 
 The tables that export a model are read backwards: each tensor of Megatron's is made of rows of tensors of
 Hugging Face's. Bytes are read where they lie, so a conversion needs no more memory than any other.

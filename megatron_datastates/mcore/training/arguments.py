@@ -186,7 +186,7 @@ def warn_of_deadline(args: Any, options: Options) -> None:
     least = min((limit for limit in limits if limit), default=None)
     if least is not None and 2 * options.fence_deadline > least and getattr(args, "rank", 0) == 0:
         logger.warning(
-            "--datastates-fence-deadline %g: a save may wait twice so long, at its start and at the next "
+            "--datastates-fence-deadline %g: a save may wait twice as long, at its start and at the next "
             "step, and process groups time out after %g s, which would end the job instead of the save: "
             "expected at most %g",
             options.fence_deadline,
