@@ -45,7 +45,7 @@ def args(
     Megatron stores the arguments of the run in every checkpoint. With two checkpoints, those are listed whose
     values differ, or that only one of them has.
 
-    Exit codes: 0 listed, or all are equal; 1 some differ; 2 they cannot be read.
+    Exit codes: 0 listed, or all are equal; 1 some differ, or a checkpoint is damaged; 2 they cannot be read.
 
     \b
     Example: datastates args runs/gpt/iter_0001000 --keys '*parallel*'

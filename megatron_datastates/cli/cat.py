@@ -27,7 +27,7 @@ from megatron_datastates.cli.shared import (
     say_as_is,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
+from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,8 @@ def cat(
     JSON, NaN and infinite elements are strings. Printing an object runs no code of the checkpoint: an
     instance of a class that is not plain data is shown as its attributes.
 
-    Exit codes: 0 done; 2 no such checkpoint or key, or it cannot be read or written (nothing was written).
+    Exit codes: 0 done; 1 what was asked for is damaged; 2 no such checkpoint or key, or it cannot be read or
+    written. With 1 and 2, nothing was written.
 
     \b
     Example: datastates cat runs/gpt/iter_0001000 embedding.word_embeddings.weight 0:2,:8
@@ -151,7 +152,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
         else:
             say_as_is(value if isinstance(value, str) else pprint.pformat(value, width=80))
     except RecursionError as error:
-        raise FormatError(f"object {key!r} cannot be shown: {error}") from error
+        raise OptionError(f"object {key!r} cannot be shown: {error}") from error
 
 
 def _stand_in(name: str) -> type:

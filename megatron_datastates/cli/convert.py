@@ -27,7 +27,7 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
+from megatron_datastates.errors import DataStatesError, OptionError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -117,7 +117,7 @@ def convert(
     With --all, if a checkpoint cannot be converted, the others are still converted; unfinished ones are
     skipped, and the output says so.
 
-    Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference, or of a run some
+    Exit codes: 0 converted; 1 the source is damaged, or --verify found a difference, or of a run some
     checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted
     (a file is missing, truncated or unreadable); 130 interrupted.
 
@@ -143,8 +143,6 @@ def convert(
         request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
         with team_of_torchrun() as team:
             failed = (_convert_run if every else _convert_one)(source, target, request, team, as_json)
-    except CorruptDataError as error:
-        cannot(error, 1)
     except (DataStatesError, OSError) as error:
         cannot(error)
     raise click.exceptions.Exit(1 if failed else 0)

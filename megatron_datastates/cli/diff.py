@@ -69,7 +69,8 @@ def diff(
     parameter, as the optimizer map describes it. Objects, such as states of random generators, and streams
     are not compared: "equal" says nothing of them.
 
-    Exit codes: 0 equal; 1 different; 2 they cannot be compared, or 130 interrupted (nothing was written).
+    Exit codes: 0 equal; 1 different, or one is damaged; 2 they cannot be compared, or 130 interrupted
+    (nothing was written).
 
     \b
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png

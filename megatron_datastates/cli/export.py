@@ -15,11 +15,11 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     PLACED,
+    any_format_argument,
     argument,
     cannot,
     checkpoint_of,
     counted,
-    directory_argument,
     iteration_option,
     json_option,
     keys_option,
@@ -30,14 +30,14 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source
 
 
 @app.command()
-@directory_argument
+@any_format_argument
 @argument(
     "target",
     type=PLACED,
@@ -96,7 +96,8 @@ def export(
     or with experts), Mixtral, GPT-2. Another architecture is refused with the arguments that differ. Weights
     keep their values; the vocabulary loses its padding.
 
-    Exit codes: 0 written; 2 it cannot be exported, or 130 interrupted (nothing was written).
+    Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be exported, or 130 interrupted (nothing
+    was written).
 
     \b
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
@@ -129,8 +130,11 @@ def export(
                 memory_bytes=parse_memory(memory),
                 progress=lambda done: progress.advance(task, done),
             )
-    except (DataStatesError, OSError) as error:
+    except CorruptDataError as error:
         cannot(error)
+    except (DataStatesError, OSError) as error:
+        # With --hf, a FormatError also says that arguments and tensors do not fit a known architecture.
+        cannot(error, 2 if hf else None)
     if as_json:
         print(json.dumps({"target": str(target)} | dataclasses.asdict(exported)))
         return

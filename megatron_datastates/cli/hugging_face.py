@@ -91,7 +91,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
 
 
 @app.command("import")
-@argument("source", metavar="FOLDER", type=LOCAL_READABLE, help="Folder of Hugging Face's, with config.json.")
+@argument("source", metavar="FOLDER", type=LOCAL_READABLE, help="A Hugging Face model folder.")
 @argument(
     "target",
     metavar="RUN",
@@ -111,7 +111,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
 def import_hugging_face(
     source: Path, target: Path, to: str, transformer_impl: str, memory: str, as_json: bool
 ) -> None:
-    """Import a model of Hugging Face's to start a training from.
+    """Start a training from a Hugging Face model folder.
 
     Writes RUN/release, with the weights alone, bit for bit, and prints Megatron's arguments for this model.
     pretrain_gpt.py --load RUN then starts at iteration 0. Takes the architectures that export --hf writes;
@@ -142,7 +142,7 @@ def import_hugging_face(
             limits = Limits(parse_memory(memory))
             plan = import_model(opened, target, format=to, limits=limits, start=start)
     except (DataStatesError, OSError) as error:
-        cannot(error)
+        cannot(error, 2)
     _print_imported(plan, flags, opened, as_json)
 
 

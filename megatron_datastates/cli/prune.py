@@ -77,7 +77,8 @@ def prune(
     the optimizer's state; Megatron loads them with --no-load-optim. Each is rewritten in its own directory,
     which needs space for its weights, and becomes the new one at once.
 
-    Exit codes: 0 removed, or listed; 1 --drop-optimizer could not rewrite a checkpoint; 2 it cannot be done.
+    Exit codes: 0 removed, or listed; 1 a checkpoint could not be removed, or rewritten by --drop-optimizer
+    (the others were); 2 it cannot be done.
 
     \b
     Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
@@ -114,8 +115,9 @@ def prune(
             "failed": [{"iteration": one.number, "why": str(why)} for one, why in failed],
         }))  # fmt: skip
     elif yes:
-        planned = counted(len(plan.removed), "checkpoint")
-        say(f"removed {len(gone)} of {planned}{_and_files(len(swept), len(plan.left_overs))}")
+        checkpoints = _done(len(gone), len(plan.removed), "checkpoint")
+        files = _done(len(swept), len(plan.left_overs), "left-over file")
+        say(f"removed {checkpoints}{f', and {files}' if plan.left_overs else ''}")
     elif plan.removed or plan.left_overs:
         say("Nothing was removed. Add --yes to remove.")
     if failed:
@@ -153,8 +155,10 @@ def _prune_with_progress(
         )
 
 
-def _and_files(done: int, planned: int) -> str:
-    return f", and {done} of {counted(planned, 'left-over file')}" if planned else ""
+def _done(done: int, planned: int, noun: str) -> str:
+    if done == planned:
+        return counted(done, noun) if done < 2 else f"all {counted(done, noun)}"
+    return f"{done} of {counted(planned, noun)}"
 
 
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:

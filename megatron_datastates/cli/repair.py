@@ -44,7 +44,7 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
         path = checkpoint_of(directory, iteration)
         done = _repair_with_progress(path)
     except (DataStatesError, OSError) as error:
-        cannot(error)
+        cannot(error, 2)
     if as_json:
         manifest = done.manifest
         print(json.dumps({

@@ -1,7 +1,8 @@
 """The parts that all sub-commands share: common parameters, output, and exit codes.
 
 Exit codes: 0 success, 1 the checkpoint is faulty or differs, 2 the command cannot be carried out. With 2,
-nothing was written, and one line on standard error says why.
+nothing was written, and one line on standard error says why. Whatever the command, damaged bytes are 1, and
+files that are missing or cannot be read are 2; `verify` alone calls a missing or truncated file faulty.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ import click
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import (
+    CorruptDataError,
+    FormatError,
     NotACheckpointError,
     OptionError,
     StorageError,
+    UntrustedClassError,
     describe_error,
     printable,
 )
@@ -316,8 +320,11 @@ def checkpoint_of(directory: Path, iteration: int | None) -> Path:
     return found.directory
 
 
-def cannot(error: Exception, code: int = 2) -> NoReturn:
+def cannot(error: Exception, code: int | None = None) -> NoReturn:
     """Ends the command with an exit code, after one line on standard error that says why.
+
+    Args:
+        code: by default 1 if the error says that a checkpoint is damaged, and else 2.
 
     Raises:
         BrokenPipeError: that is the error; entry.py ends the command.
@@ -325,7 +332,12 @@ def cannot(error: Exception, code: int = 2) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         raise error
     note(f"datastates: {describe_error(error)}")
-    raise click.exceptions.Exit(code)
+    raise click.exceptions.Exit((1 if is_damage(error) else 2) if code is None else code)
+
+
+def is_damage(error: Exception) -> bool:
+    """Returns whether an error says that the bytes of a checkpoint are damaged."""
+    return isinstance(error, FormatError | CorruptDataError) and not isinstance(error, UntrustedClassError)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -60,7 +60,7 @@ def show(
     Statistics cover the finite elements and are computed in float64, where they may overflow to inf (null in
     JSON). The norm is the square root of the sum of squares.
 
-    Exit codes: 0 listed; 2 no such checkpoint, or no key matches.
+    Exit codes: 0 listed; 1 the checkpoint is damaged; 2 no such checkpoint, or no key matches.
 
     \b
     Example: datastates show runs/gpt/iter_0001000 '*.layernorm*' --stats

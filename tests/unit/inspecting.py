@@ -51,10 +51,10 @@ def output_of(*arguments: object) -> str:
     return result.stdout
 
 
-def refused(*arguments: object) -> str:
-    """Runs a command that has to fail with exit code 2, and returns its one line on stderr."""
+def refused(*arguments: object, code: int = 2) -> str:
+    """Runs a command that has to fail with an exit code, and returns its one line on stderr."""
     result = call(*arguments)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == code, result.output
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("datastates: ")

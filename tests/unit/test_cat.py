@@ -172,7 +172,7 @@ def test_cat_leaves_no_file_where_it_fails(checkpoint, tmp_path):
     data[4100] ^= 1
     path.write_bytes(data)
     before = all_files(tmp_path)
-    assert "is corrupt" in refused("cat", checkpoint, "decoder.weight", "--out", tmp_path / "t.npy")
+    assert "is corrupt" in refused("cat", checkpoint, "decoder.weight", "--out", tmp_path / "t.npy", code=1)
     assert all_files(tmp_path) == before
 
 

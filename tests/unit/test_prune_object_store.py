@@ -80,7 +80,7 @@ def test_the_command_lists_and_then_removes(far: ObjectStore) -> None:
     assert (code, err) == (0, "") and f"would remove  {place(100)}" in out and "Nothing was removed" in out
     assert names() == {"iter_0000100", "iter_0000200", "iter_0000300"}
     code, out, err = run("prune", RUN, "--keep-last", "1", "--yes")
-    assert code == 0 and "removed 2 of 2 checkpoints" in out, err
+    assert code == 0 and "removed all 2 checkpoints" in out, err
     assert names() == {"iter_0000300"}
     assert verify(place(300)).faults == []
 

@@ -67,7 +67,7 @@ def test_one_set_of_rules_is_for_both_formats(root: Path) -> None:
     assert removed(root, RetentionRules(keep_last=3)) == [100]
     assert removed(root, RetentionRules(keep_every=300)) == [100, 200]
     text = output_of("prune", root, "--keep-last", 2, "--yes")
-    assert text.splitlines()[-1] == "removed 2 of 2 checkpoints"
+    assert text.splitlines()[-1] == "removed all 2 checkpoints"
     assert there(root) == [300, 400] and len(list(root.iterdir())) == 3
 
 

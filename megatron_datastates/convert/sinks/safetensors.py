@@ -22,7 +22,7 @@ import torch
 from megatron_datastates.convert.parts import Choice, Part, choose_parts, is_weight
 from megatron_datastates.convert.sinks.target import publish_on_exit, refuse_target
 from megatron_datastates.convert.sources.source import Source, SourceTensor
-from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
+from megatron_datastates.errors import MissingKeyError, OptionError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
 
@@ -113,11 +113,11 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
             )
         for weight in _weights_of(key, tensor, choice, stacked):
             if weight.name == _HEADER_OF_FILE:
-                raise FormatError(
+                raise OptionError(
                     f"{key!r} is a name that safetensors reserves: exclude the tensor with --keys"
                 )
             if weight.name in weights:
-                raise FormatError(
+                raise OptionError(
                     f"{key!r} and {weights[weight.name].key!r} would both be named {weight.name!r}: "
                     "export them separately with --keys, or use --stacked"
                 )
