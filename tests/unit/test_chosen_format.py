@@ -110,6 +110,28 @@ def test_a_fence_that_may_wait_for_longer_than_process_groups_is_warned_of(
     assert ("process groups time out" in caplog.text) == is_warned
 
 
+@pytest.mark.parametrize("given", [{"near_replicas": 1}, {"drain_every": 5}, {"drain_limit": 10**9}])
+def test_options_of_a_near_tier_need_one(given: dict[str, int]) -> None:
+    flag = "--datastates-" + next(iter(given)).replace("_", "-")
+    with pytest.raises(OptionError, match=f"^{flag} needs --datastates-near DIR"):
+        arguments.check_near_options(Options(**given))
+    arguments.check_near_options(Options(near="/local", **given))
+    in_store = {f"datastates_{name}": value for name, value in given.items()}
+    arguments.check_near_options(arguments.options_of(namespace(save="msc://store/run", **in_store)))
+    arguments.check_near_options(Options(near_keep=2))
+
+
+@pytest.mark.parametrize(
+    ("folder", "rank", "is_warned"), [("no", 0, True), ("no", 1, False), (".", 0, False)]
+)
+def test_a_report_file_that_cannot_be_written_is_warned_of(
+    caplog, tmp_path, folder: str, rank: int, is_warned: bool
+) -> None:
+    options = Options(report_file=str(tmp_path / folder / "report.jsonl"))
+    arguments.warn_of_report_file(namespace(rank=rank), options)
+    assert ("no report can be written there now" in caplog.text) == is_warned
+
+
 def test_arguments_are_adopted_once():
     args = namespace(ckpt_format="datastates")
     assert adopt(args) and adopt(args)

@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_datastates.config import Options, OptionSpec
@@ -192,6 +193,29 @@ def warn_of_deadline(args: Any, options: Options) -> None:
             options.fence_deadline,
             least,
             least / 2,
+        )
+
+
+def check_near_options(options: Options) -> None:
+    """Checks options of a near tier in a run that saves. Raises OptionError if there is no near tier."""
+    given = {
+        "near_replicas": options.near_replicas > 0,
+        "drain_every": options.drain_every != 1,
+        "drain_limit": options.drain_limit > 0,
+    }
+    for name in (name for name, is_given in given.items() if is_given and not options.near):
+        raise OptionError(f"{_flag('datastates_' + name)} needs --datastates-near DIR")
+
+
+def warn_of_report_file(args: Any, options: Options) -> None:
+    """Logs a warning on rank 0 if reports cannot be written as things are: saves go on without."""
+    folder = Path(options.report_file).absolute().parent
+    if options.report_file and getattr(args, "rank", 0) == 0 and not os.access(folder, os.W_OK | os.X_OK):
+        logger.warning(
+            "--datastates-report-file %s: no report can be written there now, as %s %s",
+            options.report_file,
+            folder,
+            "is not writable" if folder.exists() else "does not exist",
         )
 
 

@@ -15,12 +15,14 @@ from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
     adopt,
+    check_near_options,
     check_object_stores,
     is_converting,
     options_of,
     settle,
     validate_without_worker,
     warn_of_deadline,
+    warn_of_report_file,
 )
 from megatron_datastates.pipeline.held import trainer_held
 
@@ -172,8 +174,10 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         settle(args)
         options = options_of(args)
         warn_of_deadline(args, options)
+        warn_of_report_file(args, options)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save
         if getattr(args, "save", None):
+            check_near_options(options)
             enable_saving(options)
         return result
 
@@ -248,13 +252,14 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     if unfinished is None:
         return False
     _skipped += 1
-    logger.warning(
-        "datastates: iteration %d is not saved, because the save to %s is not finished "
-        "(--datastates-while-saving skip; skipped so far: %d)",
-        iteration,
-        unfinished,
-        _skipped,
-    )
+    if getattr(args, "rank", 0) == 0:  # all ranks skip it
+        logger.warning(
+            "datastates: iteration %d is not saved, because the save to %s is not finished "
+            "(--datastates-while-saving skip; skipped so far: %d)",
+            iteration,
+            unfinished,
+            _skipped,
+        )
     return True
 
 
