@@ -60,7 +60,13 @@ _FLAGS = {
     multiple=True,
     help="A script, an argument file or YAML; may be repeated.",
 )
-@click.option("--params", "parameters", metavar="N", help="Instead of arguments, such as 70B (Adam, bf16).")
+@click.option(
+    "--params",
+    "parameters",
+    metavar="N",
+    help="Instead of a model's arguments, such as 70B (Adam, bf16). Of --arguments and of what follows `--`, "
+    "only parallel sizes count then.",
+)
 @click.option("--tp", metavar="N", type=_POSITIVE, help="Tensor parallel; else from the arguments.")
 @click.option("--pp", metavar="N", type=_POSITIVE, help="Pipeline parallel; else from the arguments.")
 @click.option("--dp", metavar="N", type=_POSITIVE, default=1, help="Data parallel.")
@@ -115,7 +121,9 @@ def plan(
             --vocab-size 128256 --bf16 --use-distributed-optimizer --position-embedding-type rope
     """
     try:
-        storage = Storage(_rate("--rate", rate), rate_per, ranks_per_node)
+        source = click.get_current_context().get_parameter_source("rate")
+        is_given = source is not click.core.ParameterSource.DEFAULT
+        storage = Storage(_rate("--rate", rate), rate_per, ranks_per_node, is_given)
         if rate_per not in ("rank", "node", "all"):
             raise OptionError(f"--rate-per {rate_per}: expected rank, node or all")
         if iteration is not None and iteration <= 0:
@@ -216,9 +224,17 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
             "a rank",
             f"{size_text(made.mean_rank_bytes)} on average, {size_text(made.largest_rank_bytes)} at most",
         ),
-        ("copied in", f"{_seconds(made.copy_seconds)}; the optimizer's next step waits for the rest of it"),
+        (
+            "copied in",
+            f"{_seconds(made.copy_seconds)} to host memory, beside the next forward and backward pass; the "
+            "optimizer's step waits if that is not over",
+        ),
         ("written in", _seconds(made.write_seconds)),
-        ("trainer held", f"about {made.held_ms:.1f} ms by {made.largest_rank_tensors:,} tensors on a rank"),
+        (
+            "trainer held",
+            f"about {made.held_ms:.1f} ms for {counted(made.largest_rank_tensors, 'tensor')} on a rank; "
+            "Megatron's own part comes on top",
+        ),
         (
             "staging memory",
             f"{_memory(made.staging_bytes_per_rank)} a rank, "

@@ -61,6 +61,7 @@ class Storage:
     bytes_per_second: float
     per: str = "node"
     ranks_per_node: int = 8
+    is_given: bool = True  # False: the rate is an assumption
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +208,8 @@ def _plan(
         "2 CPU cores without a GPU (benchmarks/results/engine.json); Megatron's own preparation of the state "
         "comes on top, and `datastates report` shows it",
         f"copies: {copy_rate / 1e9:g} GB/s a rank (--copy-rate), an assumption",
-        f"disk: {storage.bytes_per_second / 1e9:g} GB/s for {_owner(storage)}, as given; measure it with fio",
+        f"disk: {storage.bytes_per_second / 1e9:g} GB/s for {_owner(storage)}, "
+        f"{'as given' if storage.is_given else 'an assumption (--rate)'}; measure it with fio",
     ]
     return Plan(
         parameters=parameters,

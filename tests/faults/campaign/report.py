@@ -23,7 +23,8 @@ def table(results: dict[str, Any]) -> str:
         minutes = part["seconds"] / 60
         lines.append(f"| {part['part']} | {part['rounds']} | {minutes:.1f} | {len(part['violations'])} |")
     for part in results["parts"]:
-        lines += ["", f"**{part['part']}**", "", "| times | what happened |", "|---|---|"]
+        count = "times, or KiB" if part["part"] == "soak" else "times"
+        lines += ["", f"**{part['part']}**", "", f"| {count} | what happened |", "|---|---|"]
         counts = sorted(part["outcomes"].items(), key=lambda item: (-item[1], item[0]))
         lines += [f"| {count} | {outcome} |" for outcome, count in counts]
     return "\n".join(lines) + "\n"
