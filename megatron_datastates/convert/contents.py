@@ -124,7 +124,10 @@ def find_content(source: Source, key: str) -> Content:
         return _state_content(states[key])
     if stack in states:
         return _numbered(_state_content(states[stack]), key, layer)
-    similar = similar_keys(key, [*source.tensors, *states])
+    below = [repr(one) for one in sorted(source.objects) if one.startswith(f"{key}/")]  # Megatron's objects
+    similar = (
+        f" (it has {' and '.join(below[:2])})" if below else similar_keys(key, [*source.tensors, *states])
+    )
     raise MissingKeyError(
         f"{source.directory} contains no tensor or object {key!r}{similar}: `datastates show` lists the keys"
     )

@@ -229,6 +229,7 @@ BAD = [
     ("cat {checkpoint} decoder.weight --out .", "exists already"),
     ("cat {checkpoint} decoder.weight --jsn", "'--jsn' is not a slice"),
     ("cat {checkpoint} nothing", "no tensor or object 'nothing'"),
+    ("cat {checkpoint} common_state", "(it has 'common_state/shard_0_1')"),
     ("cat {checkpoint} scalar 0", "has 1 axes, but the tensor has 0"),
     ("cat {checkpoint} decoder.weight 0:9", "out of range for an axis of 2"),
     ("cat {checkpoint} decoder.weight --as int8", "--as: expected float32 or float64"),
