@@ -53,6 +53,7 @@ class StableFile:
         self.link_error: OSError | None = None  # why the earlier file could not be linked
         self._link_tried = threading.Event()
         self._settled = threading.Event()  # whether the file is linked or written is decided
+        self._deciding, self._is_deciding = threading.RLock(), False  # one thread decides that, once
         self._lock = threading.Lock()  # a job does not begin once the save is cancelled
         self._cancelled = ""
         self._process = os.getpid()  # a forked child waits for nothing, and takes no lock
@@ -84,24 +85,45 @@ class StableFile:
         """
         if self._settled.is_set() or os.getpid() != self._process:
             return True
-        deadline = time.monotonic() + seconds
         try:
-            if not self._link_tried.wait(max(seconds, 0.0)):
+            if not self._await_digests(seconds):
                 return False
-            assert self._digesting is not None and self._link is not None
-            if self.link_error is not None:
-                self._digesting.cancel("the earlier file could not be linked")
-            elif not self._digesting.wait_hashed(max(deadline - time.monotonic(), 0.0)):
-                return False
-            elif self._digesting.failure is None:
-                digest = hashlib.sha256(self._digesting.block_digests()).digest()
-                self._is_linked = digest == self._link.file.content_sha256
-            if not self._is_linked and (self.link_error is not None or self._digesting.failure is None):
-                self._write()
         except Exception as error:
             self._error = error
-        self._settled.set()
+        # Another thread may ask what the save still reads: multiprocessing's, which shares tensors.
+        with self._deciding:
+            if not self._settled.is_set():
+                if self._is_deciding:  # a signal handler asks in the middle of it
+                    return False
+                self._is_deciding = True
+                try:
+                    if self._error is None:
+                        self._decide()
+                except Exception as error:
+                    self._error = error
+                finally:
+                    self._is_deciding = False
+                self._settled.set()
         return True
+
+    def _await_digests(self, seconds: float) -> bool:
+        """Waits for what a decision needs; returns False after `seconds`."""
+        deadline = time.monotonic() + seconds
+        if not self._link_tried.wait(max(seconds, 0.0)):
+            return False
+        assert self._digesting is not None
+        left = max(deadline - time.monotonic(), 0.0)
+        return self.link_error is not None or self._digesting.wait_hashed(left)
+
+    def _decide(self) -> None:
+        assert self._digesting is not None and self._link is not None
+        if self.link_error is not None:
+            self._digesting.cancel("the earlier file could not be linked")
+        elif self._digesting.failure is None:
+            digest = hashlib.sha256(self._digesting.block_digests()).digest()
+            self._is_linked = digest == self._link.file.content_sha256
+        if not self._is_linked and (self.link_error is not None or self._digesting.failure is None):
+            self._write()
 
     def _write(self) -> None:
         with self._lock:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.native import Output
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import commit
@@ -26,6 +29,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import DurableFile
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.stable import StableFile
 from megatron_datastates.pipeline.verify import verify_checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.named import NamedState
@@ -277,6 +281,39 @@ def test_memory_is_given_up_only_when_it_is_not_read_again(tmp_path):
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     check(tmp_path / "1", kept)
     saver.close()
+
+
+def changed_file(begun: list[Output], meanwhile: Callable[[StableFile], Any]) -> StableFile:
+    """Returns a file whose tensors have changed; `meanwhile` is called while it begins to write them."""
+    no_link: Any = SimpleNamespace(file=SimpleNamespace(content_sha256=b"another"), make=lambda: None)
+    job = {"close_input": lambda: None, "block_digests": lambda: b"", "wait_hashed": lambda seconds: True}
+
+    def begin(output: Output) -> Any:
+        begun.append(output)
+        if output is not Output.DIGESTS:
+            meanwhile(file)
+        return SimpleNamespace(**job, failure=None)
+
+    file = StableFile(SaveId(1, 1), begin, (), no_link)
+    file.start()
+    file.make_link()
+    return file
+
+
+def test_threads_that_look_at_once_begin_to_write_once():
+    begun: list[Output] = []
+    file = changed_file(begun, lambda file: time.sleep(0.2))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: file.settle(5.0), range(4)))
+    assert begun == [Output.DIGESTS, Output.FILE_AND_DIGESTS] and file.failure is None
+
+
+def test_a_signal_handler_that_looks_meanwhile_waits_for_nothing():
+    begun: list[Output] = []
+    looked: list[bool] = []
+    file = changed_file(begun, lambda file: looked.append(file.settle(5.0)))
+    assert file.settle(5.0)
+    assert looked == [False] and begun == [Output.DIGESTS, Output.FILE_AND_DIGESTS]
 
 
 # -- saves that fail, and saves side by side ------------------------------------------------------------
