@@ -367,7 +367,7 @@ def test_a_killed_drain_leaves_no_checkpoint_and_the_next_job_brings_it_home(
     assert bool(left) == fault.startswith("drain write")
     assert all(name.startswith("run/iter_0000002/data-") for name in left)
     code, out, err = run("prune", RUN, "--keep-last", "1", "--min-age", "0", "--yes")
-    assert code == 0 and (not left or f"{len(left)} of {len(left)} left-over file" in out), err
+    assert code == 0 and (not left or f"{len(left)} left-over file" in out), err
     assert unfinished() == []
     check(nodes, 1)
 

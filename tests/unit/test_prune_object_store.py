@@ -169,7 +169,7 @@ def test_left_overs_and_abandoned_uploads_are_removed(far: ObjectStore) -> None:
     )
     assert f"would abort  {place(400) / OF_ANOTHER_SAVE}  5.24 MB" in out
     code, out, err = run("prune", RUN, "--keep-last", "3", "--yes")
-    assert code == 0 and "3 of 3 left-over files" in out, err
+    assert code == 0 and "and all 3 left-over files" in out, err
     assert unfinished() == ["run/iter_0000300/somebody-elses", f"run2/iter_0000300/{OF_ANOTHER_SAVE}"]
     assert not left.is_file() and verify(place(300)).faults == []
 

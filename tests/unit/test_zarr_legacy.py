@@ -276,4 +276,5 @@ def test_an_array_of_more_chunks_than_memory_holds_is_refused(legacy, tmp_path):
 def test_json_that_is_nested_too_deeply_is_damaged(name: str, legacy, tmp_path):
     (legacy / name).write_text("[" * 100_000)
     code, _, reported = run("convert", legacy, tmp_path / "out")
-    assert code == 2 and reported.count("\n") == 1
+    expected = 2 if name == "metadata.json" else 1  # without it, nothing says which format this is
+    assert code == expected and reported.count("\n") == 1
