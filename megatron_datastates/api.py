@@ -18,6 +18,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.pipeline.filling import fill
+from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -58,7 +59,12 @@ class SaveHandle:
         Raises:
             SaveFailedError: the save failed on some rank; all ranks raise the same text.
         """
-        if self._publication.wait() is Outcome.FAILED:
+        with trainer_held("wait", self._publication.save):
+            self._publication.wait()
+        return self._result()
+
+    def _result(self) -> Report:
+        if self._publication.outcome is Outcome.FAILED:
             raise SaveFailedError(self._publication.error) from self._publication.save.cause
         return save_report(self._publication, self._mode)
 
@@ -94,7 +100,10 @@ def save(state: State, directory: StrPath, *, iteration: int | None = None, **op
         SaveFailedError: the save failed on some rank. Nothing was published; all ranks raise the same text.
         OptionError: an option that does not exist, or makes no sense.
     """
-    return _start(state, directory, iteration, "sync", Mutability.NOW, options).wait()
+    with trainer_held("save"):
+        handle = _start(state, directory, iteration, "sync", Mutability.NOW, options)
+        handle._publication.wait()
+    return handle._result()  # with all of the time
 
 
 def async_save(
@@ -133,9 +142,10 @@ def _start(
             "object stores"
         )
     saver = saver_for(Options.from_environment(options))
-    publication = saver.start(
-        path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
-    )
+    with trainer_held("start"):
+        publication = saver.start(
+            path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
+        )
     return SaveHandle(publication, mode)
 
 

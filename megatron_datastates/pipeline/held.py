@@ -5,6 +5,7 @@ Intervals may be nested; only the outermost counts towards the total, each count
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class HeldTime:
 
 
 class trainer_held:
-    """Measures a block in which the trainer waits for a save. Used on the trainer's thread only."""
+    """Measures a block in which the trainer waits for a save."""
 
     def __init__(self, part: str, holder: Holder | None = None) -> None:
         self.holder = holder
@@ -50,24 +51,31 @@ class trainer_held:
         self._begin = 0.0
 
     def __enter__(self) -> None:
-        _open_intervals.append(self)
+        _open.intervals.append(self)
         self._begin = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        _open_intervals.pop()
+        _open.intervals.pop()
         seconds = time.perf_counter() - self._begin
         if self.holder is not None:
             _charge(self.holder, self._part, seconds)
-        elif _open_intervals:
-            _open_intervals[-1].parts += [(self._part, seconds), *self.parts]
+        elif _open.intervals:
+            _open.intervals[-1].parts += [(self._part, seconds), *self.parts]
 
 
-_open_intervals: list[trainer_held] = []
+class _Open(threading.local):
+    """The open intervals of a thread: programs may save on several."""
+
+    def __init__(self) -> None:
+        self.intervals: list[trainer_held] = []
+
+
+_open = _Open()
 
 
 def charge_open_intervals(holder: Holder) -> bool:
     """Charges `holder` with the open intervals that have no holder yet; returns whether there are any."""
-    unclaimed = [interval for interval in _open_intervals if interval.holder is None]
+    unclaimed = [interval for interval in _open.intervals if interval.holder is None]
     for interval in unclaimed:
         interval.holder = holder
         for part, seconds in interval.parts:
@@ -76,6 +84,6 @@ def charge_open_intervals(holder: Holder) -> bool:
 
 
 def _charge(holder: Holder, part: str, seconds: float) -> None:
-    holder.held.add(part, seconds, to_total=not _open_intervals)
-    if not _open_intervals:
+    holder.held.add(part, seconds, to_total=not _open.intervals)
+    if not _open.intervals:
         holder.on_trainer_released()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import Fence
 from megatron_datastates.pipeline import held
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
+from tests.unit.states import SMALL
 
 
 class Clock:
@@ -149,3 +156,34 @@ def test_parts_of_a_call_that_saved_nothing_are_forgotten(clock):
     with trainer_held("save_checkpoint"):
         charge_open_intervals(save)
     assert save.held.parts == {"save_checkpoint": 0.0}
+
+
+def test_calls_of_programs_are_held_time(tmp_path):
+    state = {"w": torch.ones(1 << 20), "x": 1}
+    begin = time.perf_counter()
+    report = ds.save(state, tmp_path / "a", **SMALL)
+    elapsed = (time.perf_counter() - begin) * 1e3
+    assert set(report["held_parts_ms"]) == {"save", "start", "polls"}
+    assert report["published_ms"] <= report["held_ms"] <= elapsed
+    handle = ds.async_save(state, tmp_path / "b", **SMALL)
+    report = handle.wait()
+    parts = report["held_parts_ms"]
+    assert set(parts) == {"start", "wait", "polls"} and parts["polls"] <= parts["wait"]
+    assert report["held_ms"] == pytest.approx(parts["start"] + parts["wait"], abs=0.01)
+
+
+def test_threads_are_held_apart():
+    """An interval that is open on one thread is not charged to a save that another one begins."""
+    entered, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        with trainer_held("save_checkpoint"):
+            entered.set()
+            assert may_end.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(30)
+    assert not charge_open_intervals(SimpleNamespace(held=HeldTime()))
+    may_end.set()
+    thread.join()
