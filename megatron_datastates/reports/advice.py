@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron_datastates.reports.reading import Save, Spread
-from megatron_datastates.reports.timing import intervals, iteration_seconds, median, usual
+from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, median, usual
 
 MIB, GIB = 1 << 20, 1 << 30
 _LONG_WAIT_MS = 10.0  # for the trainer, in one save
@@ -310,11 +310,12 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     held = median(save.held_ms for save in regular)
     parts = collections.Counter[str]()
     for save in regular:
-        own = {name: value for name, value in save.held_parts_ms.items() if name != "save_checkpoint"}
-        parts.update({"save_checkpoint": max(save.held_ms - sum(own.values()), 0.0), **own})
+        parts.update(held_shares(save))
     name, total = parts.most_common(1)[0] if parts else ("nothing", 0.0)
     meaning = {
         "save_checkpoint": "Megatron's own work in save_checkpoint",
+        "save": "waiting in ds.save until the checkpoint is published",
+        "wait": "waiting until the checkpoint is published",
         "until_poll": "waiting for the next poll",
         "polls": "polls, in which the ranks agree on how far a save is",
         "fence": "the fence, where the optimizer's step waits for copies",

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 from megatron_datastates.errors import MissingPackageError
 from megatron_datastates.reports.advice import milliseconds, size
 from megatron_datastates.reports.reading import Save
-from megatron_datastates.reports.timing import intervals, iteration_seconds
+from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds
 
 HELD = "#c0392b"
 STAGES = {  # from the milestone before, in the order of a save
@@ -32,6 +32,8 @@ STAGES = {  # from the milestone before, in the order of a save
 }
 PARTS = {
     "save_checkpoint": ("Megatron's part of save_checkpoint", "#d9a5a0"),
+    "save": ("ds.save, waiting", "#d9a5a0"),
+    "wait": ("waiting for an asynchronous save", "#d9a5a0"),
     "start": ("start", "#c0392b"),
     "until_poll": ("until the first poll", "#b8b8b8"),
     "fence": ("fence", "#1f6f8b"),
@@ -300,12 +302,6 @@ def _draw_parts(axes: Any, saves: Sequence[Save]) -> None:
     axes.set_title("What held the trainer", loc="left")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _label_saves(axes, saves, "parts")
-
-
-def held_shares(save: Save) -> dict[str, float]:
-    """Returns the held time by part, without counting nested parts twice: save_checkpoint is what remains."""
-    shares = {name: value for name, value in save.held_parts_ms.items() if name != "save_checkpoint"}
-    return {"save_checkpoint": max(save.held_ms - sum(shares.values()), 0.0), **shares}
 
 
 def _draw_spread(axes: Any, saves: Sequence[Save]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from megatron_datastates.reports.reading import Save
 
+_AROUND = ("save_checkpoint", "save", "wait")  # parts that others lie in
+
 
 def usual(saves: Sequence[Save]) -> list[Save]:
     """Returns the saves without failed ones and the first of each run, which prepares the later ones.
@@ -48,3 +50,13 @@ def iteration_seconds(saves: Sequence[Save]) -> float | None:
         if seconds is not None and save.iteration is not None and steps > 0:
             found.append(seconds / steps)
     return median(found) if found else None
+
+
+def held_shares(save: Save) -> dict[str, float]:
+    """Returns the held time by part, counting what lies within another part once.
+
+    A part that others lie in, such as save_checkpoint, is what these leave of the whole.
+    """
+    around = [name for name in _AROUND if name in save.held_parts_ms] or [_AROUND[0]]
+    shares = {name: value for name, value in save.held_parts_ms.items() if name not in _AROUND}
+    return {around[0]: max(save.held_ms - sum(shares.values()), 0.0), **shares}

@@ -15,13 +15,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.reports.advice import Advice, advise
-from megatron_datastates.reports.picture import draw, held_shares
+from megatron_datastates.reports.picture import draw
 from megatron_datastates.reports.reading import read_reports
-from megatron_datastates.reports.timing import intervals, iteration_seconds, usual
+from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, usual
 from tests.unit.command import run
+from tests.unit.states import SMALL
 
 RUN = Path(__file__).parent / "reports" / "run.jsonl"
 LINES = RUN.read_text().splitlines(keepends=True)
@@ -159,6 +162,17 @@ def test_intervals_end_with_their_run() -> None:
 def test_held_time_is_not_counted_twice() -> None:
     for save in read_reports([RUN]).saves:
         assert sum(held_shares(save).values()) == pytest.approx(save.held_ms, abs=0.01)
+
+
+def test_held_time_of_programs_is_not_counted_twice(tmp_path: Path) -> None:
+    path = tmp_path / "reports.jsonl"
+    state = {"w": torch.ones(1 << 16)}
+    ds.save(state, tmp_path / "a", report_file=str(path), **SMALL)
+    ds.async_save(state, tmp_path / "b", report_file=str(path), **SMALL).wait()
+    shares = [held_shares(save) for save in read_reports([path]).saves]
+    assert [next(iter(share)) for share in shares] == ["save", "wait"]
+    for share, save in zip(shares, read_reports([path]).saves, strict=True):
+        assert sum(share.values()) == pytest.approx(save.held_ms, abs=0.01)
 
 
 def test_a_run_without_trouble_gets_a_note_on_its_cost_only(
