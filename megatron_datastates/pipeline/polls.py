@@ -24,23 +24,24 @@ class Turn:
 
         with turn.lock:
             turn.require_free()
-            turn.is_taken = True
+            turn.owner = threading.get_ident()
             try:
                 ...
             finally:
-                turn.is_taken = False
+                turn.owner = None
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # other threads wait; the same one gets the error
-        self.is_taken = False
+        self.owner: int | None = None  # the thread
 
     def require_free(self) -> None:
         """Raises DataStatesError where this thread is in the middle of a start or a poll."""
-        if self.is_taken:
+        if self.owner is not None:
             raise DataStatesError(
-                "a signal handler or a finalizer saves, or asks for a save, in the middle of the start or "
-                "the poll of another one: set a flag in it, and save once that call has returned"
+                "a signal handler, a finalizer or a state provider saves, or waits for a save, in the middle "
+                "of the start or the poll of another one: save once that call has returned; a signal handler "
+                "only sets a flag"
             )
 
 
@@ -107,21 +108,27 @@ class Polls:
         if not self._saves:
             self._asked, self._asked_for = None, []
 
-    def poll(self, asked: Polled) -> list[Polled]:
+    def poll(self, asked: Polled, *, waits: bool = False) -> list[Polled]:
         """Advances every save by one step; returns those that are over now. Collective.
 
         Waits only for ranks that are a whole poll late, and for the previous poll's call on the device.
 
         Args:
             asked: the save that a program asks for.
+            waits: it polls until that is over, and would do so for ever if polls took no step.
 
         Raises:
-            DataStatesError: it is polled already, further up the stack.
+            DataStatesError: another start or poll is further up the stack, and would have to go on first.
         """
         turn = self._turn
+        if turn.owner is not None and self.collectives.size == 1:
+            # The state provider of another thread's start may wait for this one. No rank counts polls.
+            if waits and turn.owner == threading.get_ident():
+                turn.require_free()
+            return []
         with turn.lock:
             turn.require_free()
-            turn.is_taken = True
+            turn.owner = threading.get_ident()
             try:
                 return self._poll(asked)
             except BaseException as error:  # an interrupt, or a peer that is gone
@@ -130,7 +137,7 @@ class Polls:
                     save.interrupt(error)
                 raise
             finally:
-                turn.is_taken = False
+                turn.owner = None
 
     def _poll(self, asked: Polled) -> list[Polled]:
         if not any(save is asked for save in self._saves):

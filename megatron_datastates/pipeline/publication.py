@@ -140,17 +140,17 @@ class Publication:
 
     # -- polls ------------------------------------------------------------------------------------------
 
-    def poll(self) -> Outcome:
+    def poll(self, *, waits: bool = False) -> Outcome:
         """Takes one step of the protocol, for this and all other unfinished saves.
 
         Collective: every rank calls it equally often, for any of the saves. Waits only for ranks that are a
         whole poll late, and for the previous poll's call on the device.
         """
-        if self._abandoned or not self.collectives.is_current():
+        if self._abandoned or (self.collectives.distributed and not self.collectives.is_current()):
             self._end_alone()
         elif self.outcome is Outcome.PENDING:
             with trainer_held("polls", self.save):
-                over = self._polls.poll(self)
+                over = self._polls.poll(self, waits=waits)
             for other in over:
                 if other is not self and isinstance(other, Publication):
                     other.save.on_trainer_released()
@@ -159,7 +159,7 @@ class Publication:
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
         self.is_awaited = True
-        while self.poll() is Outcome.PENDING:
+        while self.poll(waits=True) is Outcome.PENDING:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
 

@@ -38,13 +38,22 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, OBJECT_BYTES, names_in, path_of
+from megatron_datastates.files import (
+    INDEX_BYTES,
+    MANIFEST_BYTES,
+    OBJECT_BYTES,
+    is_object,
+    names_in,
+    path_of,
+    sha256_of,
+)
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
     COMMON_STATE_KEY,
     METADATA_NAME,
     REMOVAL_NAME,
+    TORCH_DIST_INDEX,
     iteration_in_name,
 )
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
@@ -120,7 +129,7 @@ def repair(
     verdict = verify_checkpoint(checkpoint, options, progress=progress)
     if not verdict.good:
         _refuse(path, f"it is not whole: {_some([*verdict.faults, *verdict.unread])}")
-    manifest = _with_iteration(checkpoint, notes)
+    manifest = _with_replaced(path, _with_iteration(checkpoint, notes), notes)
     try:
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
         write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults), manifest.save_id)
@@ -353,6 +362,18 @@ def _metadata(path: Path) -> dict[str, object]:
         return {}
     except OSError as error:
         raise StorageError(f"{path / METADATA_NAME} cannot be read: {error.strerror}") from error
+
+
+def _with_replaced(path: Path, manifest: Manifest, notes: list[str]) -> Manifest:
+    """Returns the manifest of a checkpoint that counts, also beside an index of DCP that is there."""
+    other = path / TORCH_DIST_INDEX
+    if is_object(path) or not other.is_file() or (path / METADATA_NAME).exists():
+        return manifest
+    notes.append(
+        f"{TORCH_DIST_INDEX} of a checkpoint of DCP is there, too: from now on this one counts, and not "
+        f"that; if it should, remove {MANIFEST_NAME}"
+    )
+    return msgspec.structs.replace(manifest, replaced=sha256_of(other))
 
 
 def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:

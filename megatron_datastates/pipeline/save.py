@@ -9,6 +9,7 @@ until all ranks have agreed (publication.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -387,13 +388,17 @@ class RankSave:
 
     def fail(self, error: BaseException) -> None:
         """Records an error, if it is this rank's first. The other ranks learn of it at the next poll."""
-        ours = isinstance(error, DataStatesError)
-        text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
-        forget_frames(error)
+        name = type(error).__name__
+        try:
+            ours = isinstance(error, DataStatesError)
+            text = printable(str(error) if ours else f"{name}: {error}", keep="\n")
+        except Exception:  # a class of somebody's own
+            text = name
         first = (text, error)
-        if self._failure.setdefault("first", first) is not first:
-            return
-        logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
+        if self._failure.setdefault("first", first) is first:
+            logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
+        with contextlib.suppress(Exception):
+            forget_frames(error)
 
     def times(self) -> dict[str, float]:
         """Returns the seconds to staged, serialized, written and durable, and those of the save's waits."""

@@ -148,13 +148,13 @@ class Saver:
         turn = self.session.turn
         with turn.lock:
             turn.require_free()
-            turn.is_taken = True
+            turn.owner = threading.get_ident()
             try:
                 return self._start_save(
                     directory, providers, iteration, mode, extras, await_copies, far_published
                 )
             finally:
-                turn.is_taken = False
+                turn.owner = None
 
     def _start_save(
         self,
@@ -365,7 +365,7 @@ class Saver:
         if not turn.lock.acquire(blocking=False):
             return False
         try:
-            is_idle = not turn.is_taken and self._is_idle()
+            is_idle = turn.owner is None and self._is_idle()
             if is_idle:
                 self.close()
             return is_idle

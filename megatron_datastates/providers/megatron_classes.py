@@ -37,14 +37,17 @@ class MegatronClassError(UntrustedClassError):
 
 
 def import_megatron(name: str) -> bool:
-    """Imports Megatron-Core if `name` is one of its classes; returns whether that was done now.
+    """Imports Megatron-Core if `name` is one of its classes; returns whether it is.
+
+    Waits for another thread that is importing it.
 
     Raises:
         MegatronClassError: it cannot be imported.
     """
-    if name not in MEGATRON_CLASSES or _PACKAGE in sys.modules:
+    if name not in MEGATRON_CLASSES:
         return False
-    logger.info("importing %s, as a stored object names its class %s", _PACKAGE, name)
+    if _PACKAGE not in sys.modules:
+        logger.info("importing %s, as a stored object names its class %s", _PACKAGE, name)
     try:
         importlib.import_module(_PACKAGE)
     except Exception as error:  # of whatever it imports

@@ -111,14 +111,18 @@ def test_a_fence_that_may_wait_for_longer_than_process_groups_is_warned_of(
 
 
 @pytest.mark.parametrize("given", [{"near_replicas": 1}, {"drain_every": 5}, {"drain_limit": 10**9}])
-def test_options_of_a_near_tier_need_one(given: dict[str, int]) -> None:
+def test_options_of_a_near_tier_need_one(given: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
     flag = "--datastates-" + next(iter(given)).replace("_", "-")
+    args = namespace(**{f"datastates_{name}": value for name, value in given.items()})
     with pytest.raises(OptionError, match=f"^{flag} needs --datastates-near DIR"):
-        arguments.check_near_options(Options(**given))
-    arguments.check_near_options(Options(near="/local", **given))
-    in_store = {f"datastates_{name}": value for name, value in given.items()}
-    arguments.check_near_options(arguments.options_of(namespace(save="msc://store/run", **in_store)))
-    arguments.check_near_options(Options(near_keep=2))
+        arguments.check_near_options(args, Options(**given))
+    assert not caplog.text
+    arguments.check_near_options(namespace(), Options(**given))  # of an environment that many jobs share
+    assert f"{flag} needs --datastates-near DIR: it is left out" in caplog.text
+    arguments.check_near_options(args, Options(near="/local", **given))
+    args.save = "msc://store/run"
+    arguments.check_near_options(args, arguments.options_of(args))
+    arguments.check_near_options(args, Options(near_keep=2))
 
 
 @pytest.mark.parametrize(

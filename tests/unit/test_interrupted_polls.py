@@ -21,6 +21,7 @@ from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, data_files, new_saver
 
@@ -135,8 +136,9 @@ def test_a_save_within_a_poll_is_refused_and_harms_nothing(
     def nested() -> None:
         with pytest.raises(DataStatesError, match=NESTED):
             saver.start(tmp_path / "b", state(2))
+        assert publication.poll() is Outcome.PENDING, "a look takes no step"
         with pytest.raises(DataStatesError, match=NESTED):
-            publication.poll()
+            publication.wait()
 
     monkeypatch.setattr(publications, "record_of", once(publications.record_of, nested))
     publication = saver.start(tmp_path / "a", state(1))
@@ -204,8 +206,63 @@ def test_a_handle_of_a_world_that_is_gone_says_so(
 ) -> None:
     publication = saver.start(tmp_path / "a", state(1))
     monkeypatch.setattr(Collectives, "is_current", lambda self: False)
+    monkeypatch.setattr(publication.collectives, "distributed", True)
     assert publication.wait() is Outcome.FAILED
     assert "torch.distributed was initialized anew, or ended, meanwhile" in str(publication.error)
+
+
+def test_one_rank_needs_no_world(saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publication = saver.start(tmp_path / "a", state(1))
+    monkeypatch.setattr(Collectives, "is_current", lambda self: False)
+    assert publication.wait() is Outcome.PUBLISHED
+
+
+def test_a_poll_waits_for_no_start_of_another_thread(saver: Saver, tmp_path: Path) -> None:
+    """Else a state provider that needs a lock of the program's could wait for ever."""
+    user_lock, entered = threading.Lock(), threading.Event()
+
+    class Locked:
+        def entries(self) -> Iterator[ObjectSource]:
+            entered.set()
+            with user_lock:
+                yield ObjectSource("x", 1)
+
+        def restore(self, reader: object) -> None:
+            pass
+
+    publication = saver.start(tmp_path / "a", state(1))
+    thread = threading.Thread(target=lambda: saver.start(tmp_path / "b", Locked()).wait())
+    with user_lock:
+        thread.start()
+        assert entered.wait(LIMIT_SECONDS)
+        for _ in range(10):
+            assert publication.poll() is Outcome.PENDING
+    assert publication.wait() is Outcome.PUBLISHED
+    thread.join(LIMIT_SECONDS)
+    assert (tmp_path / "b" / MANIFEST_NAME).exists()
+
+
+def test_errors_of_any_kind_fail_a_save(saver: Saver, tmp_path: Path) -> None:
+    class Strange(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class Failing:
+        def entries(self) -> Any:
+            cause = ValueError("the cause")
+            cause.__notes__ = ("not a list",)  # type: ignore[assignment]
+            try:
+                raise cause
+            except ValueError as error:
+                raise Strange from error
+
+        def restore(self, reader: object) -> None:
+            pass
+
+    publication = saver.start(tmp_path / "a", Failing())
+    assert publication.wait() is Outcome.FAILED
+    assert "Strange" in str(publication.error)
+    assert_saves(saver, tmp_path / "b")
 
 
 def test_ranks_that_save_other_iterations_fail_together(tmp_path: Path) -> None:

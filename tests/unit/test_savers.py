@@ -110,9 +110,9 @@ def test_a_saver_is_not_closed_while_a_save_starts(tmp_path: Path) -> None:
     saver = saver_for(OPTIONS)
     saver.start(tmp_path / "c", lambda: {}).wait()
     with saver.session.turn.lock:
-        saver.session.turn.is_taken = True
+        saver.session.turn.owner = 1
         assert not saver.close_if_idle()
-        saver.session.turn.is_taken = False
+        saver.session.turn.owner = None
         assert saver.close_if_idle()
 
 

@@ -100,6 +100,16 @@ def test_metadata_json_says_what_counts_where_it_is(tmp_path: Path) -> None:
         loaded("ds.save", tmp_path)
 
 
+def test_a_repaired_checkpoint_counts(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_by_dcp(tmp_path, 1)
+    monkeypatch.setattr(commit, "remove_replaced", lambda *arguments: None)
+    save_by_ours(how, tmp_path, 2)
+    (tmp_path / "datastates.manifest").unlink()
+    code, out, _ = run("repair", tmp_path)
+    assert code == 0 and "from now on this one counts" in out
+    assert loaded(how, tmp_path) == 2
+
+
 def test_a_damaged_manifest_replaces_nothing(tmp_path: Path) -> None:
     save_by_dcp(tmp_path, 1)
     (tmp_path / "datastates.manifest").write_bytes(b"datastates-manifest 1 2 00000000\n{}")

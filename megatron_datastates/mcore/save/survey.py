@@ -73,7 +73,7 @@ class Survey:
         for module in modules:
             _require_none_of_its_own(module, _DECIDING)
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
-                _require_trusted(type(module), [hook])
+                _refuse(type(module), _stranger_in(hook))
         parameters = chain.from_iterable(chunk.parameters() for chunk in model)
         if any(getattr(one, "is_gtp_weight_remat", False) for one in parameters):
             raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
@@ -303,13 +303,14 @@ def _deciding(cls: type) -> list[Any]:
 
 
 def _require_trusted(cls: type, functions: Iterable[Any]) -> None:
-    stranger = next(filter(None, map(_stranger_in, functions)), None)
+    _refuse(cls, next(filter(None, map(_stranger_in_method, functions)), None))
+
+
+def _refuse(cls: type, stranger: str | None) -> None:
     if stranger is not None:
         raise UnprovableError(f"{stranger} has a say in the state dict of {cls.__qualname__}")
 
 
-# Asked once of each function: whoever replaces one in a class puts another one there.
-@functools.cache
 def _stranger_in(function: Any) -> str | None:
     """Returns the name of a function of others that this is, or wraps; None if there is none."""
     for part in _unwrapped(function):
@@ -317,6 +318,11 @@ def _stranger_in(function: Any) -> str | None:
         if not home.startswith(_TRUSTED):
             return f"{home}.{getattr(part, '__qualname__', repr(part))}"
     return None
+
+
+# Of functions of classes, asked once: whoever replaces one puts another one there. Not of hooks, which may
+# hold modules.
+_stranger_in_method = functools.cache(_stranger_in)
 
 
 @functools.cache

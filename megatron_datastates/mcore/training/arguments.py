@@ -196,27 +196,39 @@ def warn_of_deadline(args: Any, options: Options) -> None:
         )
 
 
-def check_near_options(options: Options) -> None:
-    """Checks options of a near tier in a run that saves. Raises OptionError if there is no near tier."""
+def check_near_options(args: Any, options: Options) -> None:
+    """Checks options of a near tier in a run that saves, and may have none.
+
+    Raises:
+        OptionError: one is an argument. In the environment, which many jobs may share, it is a warning.
+    """
     given = {
         "near_replicas": options.near_replicas > 0,
         "drain_every": options.drain_every != 1,
         "drain_limit": options.drain_limit > 0,
     }
     for name in (name for name, is_given in given.items() if is_given and not options.near):
-        raise OptionError(f"{_flag('datastates_' + name)} needs --datastates-near DIR")
+        flag = _flag("datastates_" + name)
+        if getattr(args, "datastates_" + name, None) is not None:
+            raise OptionError(f"{flag} needs --datastates-near DIR")
+        if getattr(args, "rank", 0) == 0:
+            logger.warning("%s needs --datastates-near DIR: it is left out", flag)
 
 
 def warn_of_report_file(args: Any, options: Options) -> None:
     """Logs a warning on rank 0 if reports cannot be written as things are: saves go on without."""
     folder = Path(options.report_file).absolute().parent
-    if options.report_file and getattr(args, "rank", 0) == 0 and not os.access(folder, os.W_OK | os.X_OK):
-        logger.warning(
-            "--datastates-report-file %s: no report can be written there now, as %s %s",
-            options.report_file,
-            folder,
-            "is not writable" if folder.exists() else "does not exist",
-        )
+    if not options.report_file or getattr(args, "rank", 0) != 0:
+        return
+    if Path(options.report_file).is_dir():
+        reason = "it is a directory"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"{folder} {'is not writable' if folder.exists() else 'does not exist'}"
+    else:
+        return
+    logger.warning(
+        "--datastates-report-file %s: no report can be written there now, as %s", options.report_file, reason
+    )
 
 
 def _nvrx_is_usable() -> bool:

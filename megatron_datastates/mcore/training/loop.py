@@ -177,7 +177,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         warn_of_report_file(args, options)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save
         if getattr(args, "save", None):
-            check_near_options(options)
+            check_near_options(args, options)
             enable_saving(options)
         return result
 
