@@ -20,6 +20,8 @@ FLAGS = 5  # numbers that each save adds to the sum
 class Turn:
     """Who may start or poll saves: one thread at a time, and no signal handler in the middle of that.
 
+    Other threads wait. Only a poll of a single rank does not: it takes no step, as nobody counts its polls.
+
     To be used in place, as a signal may come between any two calls:
 
         with turn.lock:
@@ -32,7 +34,7 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # other threads wait; the same one gets the error
+        self.lock = threading.RLock()  # re-entrant: the thread that has it gets an error, and no deadlock
         self.owner: int | None = None  # the thread
 
     def require_free(self) -> None:
@@ -71,7 +73,7 @@ class Polled(Protocol):
         ...
 
     def interrupt(self, error: BaseException) -> None:
-        """Gives the save up on this rank: a poll of it ended in the middle, and left nobody knows what."""
+        """Gives the save up on this rank: a poll of it was interrupted, so what it has done is not known."""
         ...
 
     def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
@@ -89,7 +91,7 @@ class Polled(Protocol):
 
 
 class Polls:
-    """The unfinished saves of one world, in the order in which they began. On the trainer's thread only."""
+    """The unfinished saves of one world, in the order in which they began. Used by one thread at a time."""
 
     def __init__(self, collectives: Collectives, turn: Turn | None = None) -> None:
         self.collectives = collectives

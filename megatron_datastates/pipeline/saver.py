@@ -60,7 +60,7 @@ Providers = StateProvider | Callable[[], Mapping[str, StateProvider]]
 
 
 class SaveSession:
-    """The state that all saves of a process share. Used by the trainer's thread only."""
+    """The state that all saves of a process share. Used by one thread at a time, whose `turn` it is."""
 
     def __init__(self) -> None:
         self.layouts = LayoutStore()
@@ -99,7 +99,7 @@ class SaveSession:
 
 
 class Saver:
-    """Starts saves with one set of options. Used by the trainer's thread only."""
+    """Starts saves with one set of options. Threads take turns (polls.Turn)."""
 
     def __init__(self, options: Options, session: SaveSession) -> None:
         self.options = options
