@@ -177,7 +177,8 @@ class Preparation:
         if has_unresolved_views(found.tensors, facts):
             raise UnprovableError("a tensor is a negated or conjugated view")
         self._rows, self._facts = rows, facts
-        self.__dict__.pop("_places", None)
+        for cached in ("_padding_described", "_places"):
+            self.__dict__.pop(cached, None)
         self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
@@ -322,13 +323,17 @@ class Preparation:
 
     def _rows_described(self, described: Described | None) -> Described | None:
         """Returns where the stored tensors are, from where those of the survey are."""
-        padding = describe(self._padding)
+        padding, places = self._padding_described, self._places
         if described is None or padding is None or self._facts is None:
             return None
-        places = self._places
         addresses = np.concatenate([described.addresses, padding.addresses])[places.numbers]
         storages = list(places.pick(described.storages + padding.storages))
         return Described(self._facts, addresses + places.distances, storages)
+
+    @functools.cached_property
+    def _padding_described(self) -> Described | None:
+        """Where the padding is: nobody else has it, so it stays there."""
+        return describe(self._padding)
 
     @functools.cached_property
     def _places(self) -> _Places:
