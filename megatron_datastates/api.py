@@ -24,7 +24,7 @@ from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.restoring import restore
-from megatron_datastates.pipeline.saver import saver_for
+from megatron_datastates.pipeline.savers import saver_for
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.named import Shard, map_leaves, named_values, tree_of
 

@@ -25,7 +25,8 @@ from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import SavedPart
 from megatron_datastates.pipeline.save import RankSave
-from megatron_datastates.pipeline.saver import Saver, SaveSession, kept_saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.savers import kept_saver
 from megatron_datastates.providers.base import StateProvider
 
 _MODE = "dcp"

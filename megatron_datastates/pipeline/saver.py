@@ -1,29 +1,25 @@
 """What a process keeps between saves: the identity of its saves, known layouts, plans, and an engine.
 
-A process has one SaveSession, whatever the options of its saves. It has one Saver for each set of options,
-which serves any number of strategy objects and directories. Savers whose options are one to an engine use
-that of the first of them, their lender. Of savers that have nothing to do, the last few are kept.
+A process has one SaveSession, whatever the options of its saves, and one Saver for each set of options, which
+serves any number of strategy objects and directories (savers.py).
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import importlib
 import logging
 import operator
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.engine.fence import FENCE, Fenced
-from megatron_datastates.engine.staging import StagingEngine, engine_options
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
@@ -39,6 +35,7 @@ from megatron_datastates.pipeline.polls import Polls, Turn
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.warm_up import AtFirstFences
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.collect import Collected, collect
 from megatron_datastates.providers.transforms import sampled
@@ -47,10 +44,8 @@ logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
 _CLOSING_SECONDS = 60.0  # how long the end of a program waits for copies and writes that hang
 _LAST_JOIN_SECONDS = 5.0  # for what Python still does once the engine is closed
-_FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer steps
 _LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
-_KEPT_IDLE = 4  # savers without unfinished saves: of those with engines of their own, and of the others
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
@@ -107,9 +102,10 @@ class Saver:
         self._engine: StagingEngine | None = None
         self.lender: Saver | None = None  # whose engine this one uses; it is closed later
         self.used_at = 0.0  # by time.monotonic: when a save was to be made with it
+        self.before_object_store: Callable[[], None] = lambda: None  # called before each save into one
         self._faults = Faults(options.faults)
         self.reporter = Reporter(options.report_file)
-        self._preparing: Fenced | None = None
+        self._preparing: AtFirstFences | None = None
         self._pool_trouble_reported = False
         self._unfinished: list[Publication] = []
         self.near: NearTier | None = None
@@ -191,7 +187,7 @@ class Saver:
                 self._choose_tier(publication, plan, origin)
             _refuse_without_near(publication.save.context)
             if is_object(publication.save.context.directory):
-                _close_before_pools()
+                self.before_object_store()
             save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context))
             if await_copies or not options.lazy:
                 save.await_copies()
@@ -296,7 +292,7 @@ class Saver:
 
         Memory is page-locked as soon as the program uses CUDA: now, or at its first optimizer step. If the
         user chose no size, memory for the first save is allocated once optimizer states exist
-        (_AtFirstFences). Never raises: if memory cannot be allocated, the first save fails on all ranks.
+        (AtFirstFences). Never raises: if memory cannot be allocated, the first save fails on all ranks.
         """
         try:
             engine = self._get_engine()
@@ -306,7 +302,7 @@ class Saver:
             logger.warning("staging memory was not allocated before the first save: %s", error)
             return
         if self._preparing is None and not (is_locked and self.options.staging_memory):
-            self._preparing = _AtFirstFences(engine, is_locked)
+            self._preparing = AtFirstFences(engine, is_locked)
             FENCE.add(self._preparing)
 
     def close(self) -> None:
@@ -429,48 +425,6 @@ def _compressed(provider: StateProvider, level: int) -> StateProvider:
     return provider if isinstance(provider, Compressed) else Compressed(provider, level=level)
 
 
-class _AtFirstFences:
-    """Waits at the first fences, as a save would, to allocate the memory that the first save will need.
-
-    By its first step, a program that uses CUDA has initialized it: the staging memory is page-locked then. At
-    later fences the pool grows to the size of torch's memory on the device, within the budget: optimizers
-    create their states in their first step, one after another.
-    """
-
-    def __init__(self, engine: StagingEngine, is_locked: bool) -> None:
-        self._engine = engine
-        self._is_locked = is_locked
-        self._fences_seen = 0
-
-    def fence(self, reason: str) -> None:
-        self._prepare(has_stepped=self._fences_seen > 0)
-
-    def mark_torn(self, reason: str) -> None:
-        self._prepare(has_stepped=True)
-
-    def _prepare(self, *, has_stepped: bool) -> None:
-        engine = self._engine
-        self._fences_seen += 1
-        try:
-            self._is_locked = self._is_locked or engine.page_lock()
-            if not self._is_locked or engine.options.staging_memory:
-                return
-            if has_stepped:
-                engine.grow_for_device()
-            if self._fences_seen < _FIRST_FENCES:
-                FENCE.add(self)
-        except Exception as error:  # the first save tries again, and fails on all ranks if it cannot
-            logger.warning("staging memory was not allocated before the first save: %s", error)
-
-
-_savers: dict[tuple[type[Saver], Options], Saver] = {}
-AnySaver = TypeVar("AnySaver", bound=Saver)
-_sessions: list[SaveSession] = []  # at most one
-
-
-_closes_early = False
-
-
 def _plain(iteration: Any) -> Any:
     """Returns numpy's integers as Python's, which the manifest can have, and all else as it is."""
     try:
@@ -492,96 +446,3 @@ def _refuse_without_near(context: SaveContext) -> None:
             f"{context.directory} is in an object store, which saves reach through a near tier alone "
             "(--datastates-near, in Megatron's training loop), and this rank has none or no room in it"
         )
-
-
-def _forget() -> None:
-    """Forgets all savers, in a forked child: their engines and files belong to the parent."""
-    _savers.clear()
-    _sessions.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def saver_for(options: Options) -> Saver:
-    """Returns the process's Saver with these options; it is closed when the interpreter ends."""
-    if not _sessions:
-        _sessions.append(SaveSession())
-    return kept_saver(Saver, options, _sessions[0])
-
-
-def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> AnySaver:
-    """Returns the process's saver of this kind with these options, or makes it with this session."""
-    if not _savers:
-        atexit.unregister(close_all)
-        atexit.register(close_all)
-    found = _savers.get((kind, options))
-    if not isinstance(found, kind):
-        _close_idle(kind)
-        found = kind(options, session)
-        found.lender = _lender_for(kind, options)
-        _savers[kind, options] = found  # after its lender: close_all begins with the last one
-    found.used_at = time.monotonic()
-    return found
-
-
-def _lender_for(kind: type[Saver], options: Options) -> Saver | None:
-    """Returns a saver with an engine such as these options ask for, if there is one.
-
-    Faults are counted by each engine. Savers of other kinds start saves on several threads at once.
-    """
-    if kind is not Saver or options.faults:
-        return None
-    wanted = engine_options(options)
-    return next(
-        (
-            saver
-            for (other, theirs), saver in list(_savers.items())
-            if other is kind and saver.lender is None and engine_options(theirs) == wanted
-        ),
-        None,
-    )
-
-
-def _close_idle(kind: type[Saver]) -> None:
-    """Closes savers of this kind that have nothing to do, but for the ones used last and for lenders.
-
-    A program may save with other options each time, such as a report file for each checkpoint.
-    """
-    for borrows in (True, False):
-        savers = list(_savers.items())
-        lenders = {saver.lender for _, saver in savers}
-        group = [
-            (key, saver)
-            for key, saver in savers
-            if key[0] is kind and (saver.lender is not None) is borrows and saver not in lenders
-        ]
-        for key, saver in sorted(group, key=lambda one: one[1].used_at)[:-_KEPT_IDLE]:
-            if saver.close_if_idle():
-                _savers.pop(key, None)
-
-
-def _close_before_pools() -> None:
-    """Has close_all called while pools of threads still work, which clients of object stores need to drain.
-
-    The functions of `atexit` come after concurrent.futures has ended its pools. Hooks of `threading` are
-    called in the opposite order of their registration, so this one comes before that of concurrent.futures.
-    """
-    global _closes_early
-    if not _closes_early:
-        importlib.import_module("concurrent.futures.thread")
-        threading.__dict__["_register_atexit"](close_all)
-        _closes_early = True
-
-
-def finish_objects() -> None:
-    """Waits until what goes to object stores is there. Near tiers say what is not."""
-    for saver in _savers.values():
-        if saver.near is not None:
-            saver.near.finish_objects()
-
-
-def close_all() -> None:
-    """Closes every Saver of this process."""
-    while _savers:
-        _savers.popitem()[1].close()

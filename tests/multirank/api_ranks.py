@@ -32,7 +32,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-from megatron_datastates.pipeline.saver import saver_for
+from megatron_datastates.pipeline.savers import saver_for
 
 
 def save_and_load(directory: str, mode: str, wrapped: bool, folder: str) -> None:

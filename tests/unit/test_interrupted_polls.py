@@ -299,7 +299,7 @@ def test_the_cause_of_a_failed_save_is_its_first_error(tmp_path: Path) -> None:
 def test_closing_does_not_wait_without_limit_for_a_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megatron_datastates.pipeline import saver as savers
+    from megatron_datastates.pipeline import saver as saver_module
 
     hangs, reached = threading.Event(), threading.Event()
 
@@ -308,7 +308,7 @@ def test_closing_does_not_wait_without_limit_for_a_manifest(
         assert hangs.wait(LIMIT_SECONDS)
 
     monkeypatch.setattr(commits, "sync_above", once(commits.sync_above, hang))
-    monkeypatch.setattr(savers, "_CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr(saver_module, "_CLOSING_SECONDS", 0.2)
     saver = new_saver()
     publication = saver.start(tmp_path, state(1))
     while not reached.is_set():

@@ -248,7 +248,7 @@ from pathlib import Path
 import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave
-from megatron_datastates.pipeline import saver as savers
+from megatron_datastates.pipeline import savers
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability
@@ -375,7 +375,8 @@ label_as_device(pytest.MonkeyPatch())
 cuda = FakeCuda(Path(sys.argv[2]))
 stream = cuda.new_stream()
 staging._current_stream = lambda: stream
-savers._CLOSING_SECONDS = 0.5
+from megatron_datastates.pipeline import saver as module
+module._CLOSING_SECONDS = 0.5
 cuda.hold_stream(stream)  # a kernel waits for a rank that is dead
 saver = savers.saver_for(dataclasses.replace(OPTIONS, driver=cuda.path, tripwire=False))
 publication = saver.start(folder / "c", DeviceTensors(tensors))

@@ -19,10 +19,11 @@ from megatron_datastates.engine import memory, staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine, engine_options
 from megatron_datastates.errors import SaveFailedError
-from megatron_datastates.pipeline import saver as savers
+from megatron_datastates.pipeline import savers
 from megatron_datastates.pipeline.parts import part_saver_for
 from megatron_datastates.pipeline.report import Listener
-from megatron_datastates.pipeline.saver import Saver, saver_for
+from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.savers import saver_for
 from tests.unit.states import OPTIONS, SMALL, data_files
 
 STATE = {"w": torch.arange(1000.0)}
@@ -151,7 +152,7 @@ def test_engines_read_no_option_that_is_one_to_them() -> None:
 
 
 def test_a_saver_of_ones_own_lends_nothing() -> None:
-    own = Saver(OPTIONS, savers.SaveSession())
+    own = Saver(OPTIONS, SaveSession())
     own.warm_up()
     kept = saver_for(OPTIONS)
     kept.warm_up()

@@ -36,7 +36,7 @@ from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.saver import saver_for
+from megatron_datastates.pipeline.savers import saver_for
 from megatron_datastates.providers.base import StateProvider
 
 Transform = Callable[[StateProvider], StateProvider]

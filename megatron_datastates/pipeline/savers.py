@@ -1,0 +1,119 @@
+"""The savers of a process: one for each set of options, made on demand and closed when the interpreter ends.
+
+Savers whose options are one to an engine use that of the first of them, their lender. Of savers that have
+nothing to do, the last few are kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import threading
+import time
+from typing import TypeVar
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.staging import engine_options
+from megatron_datastates.pipeline.saver import Saver, SaveSession
+
+_KEPT_IDLE = 4  # savers without unfinished saves: of those with engines of their own, and of the others
+
+AnySaver = TypeVar("AnySaver", bound=Saver)
+_savers: dict[tuple[type[Saver], Options], Saver] = {}
+_sessions: list[SaveSession] = []  # at most one
+_closes_early = False
+
+
+def _forget() -> None:
+    """Forgets all savers, in a forked child: their engines and files belong to the parent."""
+    _savers.clear()
+    _sessions.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def saver_for(options: Options) -> Saver:
+    """Returns the process's Saver with these options; it is closed when the interpreter ends."""
+    if not _sessions:
+        _sessions.append(SaveSession())
+    return kept_saver(Saver, options, _sessions[0])
+
+
+def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> AnySaver:
+    """Returns the process's saver of this kind with these options, or makes it with this session."""
+    if not _savers:
+        atexit.unregister(close_all)
+        atexit.register(close_all)
+    found = _savers.get((kind, options))
+    if not isinstance(found, kind):
+        _close_idle(kind)
+        found = kind(options, session)
+        found.before_object_store = _close_before_pools
+        found.lender = _lender_for(kind, options)
+        _savers[kind, options] = found  # after its lender: close_all begins with the last one
+    found.used_at = time.monotonic()
+    return found
+
+
+def _lender_for(kind: type[Saver], options: Options) -> Saver | None:
+    """Returns a saver with an engine such as these options ask for, if there is one.
+
+    Faults are counted by each engine. Savers of other kinds start saves on several threads at once.
+    """
+    if kind is not Saver or options.faults:
+        return None
+    wanted = engine_options(options)
+    return next(
+        (
+            saver
+            for (other, theirs), saver in list(_savers.items())
+            if other is kind and saver.lender is None and engine_options(theirs) == wanted
+        ),
+        None,
+    )
+
+
+def _close_idle(kind: type[Saver]) -> None:
+    """Closes savers of this kind that have nothing to do, but for the ones used last and for lenders.
+
+    A program may save with other options each time, such as a report file for each checkpoint.
+    """
+    for borrows in (True, False):
+        savers = list(_savers.items())
+        lenders = {saver.lender for _, saver in savers}
+        group = [
+            (key, saver)
+            for key, saver in savers
+            if key[0] is kind and (saver.lender is not None) is borrows and saver not in lenders
+        ]
+        for key, saver in sorted(group, key=lambda one: one[1].used_at)[:-_KEPT_IDLE]:
+            if saver.close_if_idle():
+                _savers.pop(key, None)
+
+
+def _close_before_pools() -> None:
+    """Has close_all called while pools of threads still work, which clients of object stores need to drain.
+
+    The functions of `atexit` come after concurrent.futures has ended its pools. Hooks of `threading` are
+    called in the opposite order of their registration, so this one comes before that of concurrent.futures.
+    """
+    global _closes_early
+    if not _closes_early:
+        importlib.import_module("concurrent.futures.thread")
+        threading.__dict__["_register_atexit"](close_all)
+        _closes_early = True
+
+
+def finish_objects() -> None:
+    """Waits until what goes to object stores is there. Near tiers say what is not."""
+    for saver in _savers.values():
+        if saver.near is not None:
+            saver.near.finish_objects()
+
+
+def close_all() -> None:
+    """Closes every Saver of this process."""
+    while _savers:
+        _savers.popitem()[1].close()
