@@ -224,16 +224,17 @@ class Options:
         "wait",
         _one_of("wait", "skip", "refuse"),
         "wait|skip|refuse",
-        "what a save does that starts while the previous one is unfinished: wait, for staging memory only; "
-        "skip, with a warning that counts, in Megatron's training loop and if it is asynchronous and not the "
-        "last one (elsewhere it waits); or fail on every rank. The previous one goes on (default wait)",
+        "what happens to a save that starts while the previous one is unfinished: wait (for staging memory "
+        "only); skip it, and log how many were skipped (asynchronous saves in Megatron's training loop, but "
+        "not the last one of a run; all others wait); or refuse it, an error on every rank. The previous "
+        "save continues in any case (default wait)",
     )
     fallback: int = _option(
         0,
         _count,
         "N",
         "when a load in the training loop meets a damaged checkpoint, verify up to N older ones and name the "
-        "newest good one in the error. None is loaded by itself (default 0: do not look)",
+        "newest undamaged one in the error. None is loaded by itself (default 0: do not look)",
     )
     trust_objects: bool = _option(
         False,

@@ -121,7 +121,7 @@ class StorageError(FailedCallError):
 
 
 class EngineError(FailedCallError):
-    """A read could not get memory, threads or a device. No file is damaged."""
+    """Memory, a thread or a device was lacking or failed, in a save or a load. No file is damaged."""
 
 
 class CorruptDataError(DataStatesError):

@@ -1,7 +1,7 @@
 // Reports of changed dictionaries, which Python 3.12 and newer can be asked for (of 3.13, not all releases).
 //
-// One counter is for all that is watched. As long as it stays what it was, each watched dictionary holds what
-// it held: the same objects, in the same order; and it still exists, and so do they. The GIL must be held.
+// One counter serves all watched dictionaries. As long as it is unchanged, each of them still exists and has
+// the same objects in the same order. The GIL must be held.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -15,9 +15,9 @@ nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::l
                                  nanobind::handle is_neg, nanobind::handle storage_of);
 
 // Returns (addresses, storages), as DescribeTensors does, of tensors that are what they were: of these types,
-// with this description. Returns None if one is not, or is negated. Only of a tensor that is not at its
-// `known` address, `is_neg` is asked: torch releases the GIL for it, and another thread that takes it keeps
-// it for milliseconds, in a save of thousands of tensors many times.
+// with this description. Returns None if one is not, or is negated. `is_neg` is called only for tensors
+// that are not at their `known` address: torch releases the GIL in it, and a thread that takes the GIL then
+// keeps it for milliseconds, which thousands of tensors would repeat.
 nanobind::object LocateTensors(const nanobind::capsule& api, const nanobind::list& tensors,
                                const nanobind::list& types, const nanobind::bytes& description,
                                const nanobind::bytes& known, nanobind::handle is_neg,

@@ -37,9 +37,9 @@ class Event {
 // A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
 // streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. A small
 // copy of the trainer's waits for the copies that were enqueued before it, which share the device's copy
-// engine. So at most kMostInFlight copies and kMostBytesInFlight are in the stream at a time (and one copy
-// more of each thread): who has more waits for the oldest. An event is recorded for every kCopiesPerEvent
-// copies or kBytesPerEvent.
+// engine. So at most kMostInFlight copies and kMostBytesInFlight are in the stream at a time (and one
+// more copy for each thread); a thread with more waits for the oldest. An event is recorded for every
+// kCopiesPerEvent copies or kBytesPerEvent.
 //
 // Each copy is a call of its own. cuMemcpyBatchAsync (12.8) takes many, but large and repeated submissions
 // are reported to hang or crash with driver 580 (vllm-project/vllm#49276), and it takes addresses of the host

@@ -117,9 +117,9 @@ def convert(
     With --all, if a checkpoint cannot be converted, the others are still converted; unfinished ones are
     skipped, and the output says so.
 
-    Exit codes: 0 converted; 1 the source is damaged, or --verify found a difference, or of a run some
-    checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted
-    (a file is missing, truncated or unreadable); 130 interrupted.
+    Exit codes: 0 converted; 1 the source is damaged, --verify found a difference, or (--all) a checkpoint was
+    not converted or the one that the tracker names is missing; 2 it cannot be converted (a file is missing,
+    truncated or unreadable); 130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify

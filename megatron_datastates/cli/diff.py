@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @app.command()
 @argument("first", metavar="A", type=READABLE, help="Directory of a checkpoint of any format, or of a run.")
-@argument("second", metavar="B", type=READABLE, help="Directory of the one to compare with it.")
+@argument("second", metavar="B", type=READABLE, help="Directory of a checkpoint or run to compare with A.")
 @keys_option
 @click.option(
     "--plot",

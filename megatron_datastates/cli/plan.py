@@ -51,7 +51,7 @@ _FLAGS = {
 
 
 @app.command()
-@argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They win over --arguments.")
+@argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They override --arguments.")
 @click.option(
     "--arguments",
     "files",
@@ -64,26 +64,31 @@ _FLAGS = {
     "--params",
     "parameters",
     metavar="N",
-    help="Instead of a model's arguments, such as 70B (Adam, bf16). Of --arguments and of what follows `--`, "
-    "only parallel sizes count then.",
+    help="Number of parameters, such as 70B (Adam, bf16), in place of a model's arguments. Only the parallel "
+    "sizes are then read from --arguments and from what follows `--`.",
 )
-@click.option("--tp", metavar="N", type=_POSITIVE, help="Tensor parallel; else from the arguments.")
-@click.option("--pp", metavar="N", type=_POSITIVE, help="Pipeline parallel; else from the arguments.")
-@click.option("--dp", metavar="N", type=_POSITIVE, default=1, help="Data parallel.")
-@click.option("--cp", metavar="N", type=_POSITIVE, help="Context parallel; else from the arguments.")
-@click.option("--ep", metavar="N", type=_POSITIVE, help="Expert parallel; else from the arguments.")
-@click.option("--rate", metavar="RATE", default="2GB/s", help="What the disk writes, such as 2GB/s.")
-@click.option("--rate-per", metavar="rank|node|all", default="node", help="Who has this rate alone.")
-@click.option("--ranks-per-node", metavar="N", type=_POSITIVE, default=8, help="Ranks of a node.")
+@click.option("--tp", metavar="N", type=_POSITIVE, help="Tensor-parallel size; by default the arguments'.")
+@click.option("--pp", metavar="N", type=_POSITIVE, help="Pipeline-parallel size; by default the arguments'.")
+@click.option("--dp", metavar="N", type=_POSITIVE, default=1, help="Data-parallel size.")
+@click.option("--cp", metavar="N", type=_POSITIVE, help="Context-parallel size; by default the arguments'.")
+@click.option("--ep", metavar="N", type=_POSITIVE, help="Expert-parallel size; by default the arguments'.")
+@click.option("--rate", metavar="RATE", default="2GB/s", help="Write rate of the storage, such as 2GB/s.")
 @click.option(
-    "--copy-rate", metavar="RATE", default="20GB/s", help="Copies of a rank from the device to the host."
+    "--rate-per",
+    metavar="rank|node|all",
+    default="node",
+    help="Whether --rate is that of a rank, of a node, or of all nodes together.",
+)
+@click.option("--ranks-per-node", metavar="N", type=_POSITIVE, default=8, help="Number of ranks on a node.")
+@click.option(
+    "--copy-rate", metavar="RATE", default="20GB/s", help="Rate at which a rank copies from device to host."
 )
 @click.option(
     "--iteration-seconds",
     "iteration",
     metavar="SECONDS",
     type=float,
-    help="To get the interval in iterations.",
+    help="Duration of an iteration; prints the interval in iterations, too.",
 )
 @json_option
 def plan(

@@ -37,7 +37,7 @@ _MIN_AGE_MINUTES = 60.0
     "--keep-last",
     metavar="N",
     type=int,
-    help="Keep the N newest complete checkpoints; after a rollback, those that follow it first.",
+    help="Keep the N newest complete checkpoints; after a rollback, prefer those saved since.",
 )
 @click.option("--keep-every", metavar="N", type=int, help="Keep every iteration that is a multiple of N.")
 @click.option(

@@ -61,7 +61,7 @@ def _keep_client_quiet() -> None:
 
 
 def readable(directory: Path) -> Path:
-    """Returns the same, and ends the command with exit code 2 if the path is not valid UTF-8."""
+    """Returns `placed(directory)`; ends the command with exit code 2 if the path is not valid UTF-8."""
     try:
         require_utf8(directory)
     except StorageError as error:
@@ -82,7 +82,7 @@ def local(directory: Path) -> Path:
 
 
 def local_readable(directory: Path) -> Path:
-    """Checks both."""
+    """Checks what `local` and `readable` check; returns the path."""
     return readable(local(directory))
 
 
@@ -113,7 +113,7 @@ PLACED = _CheckedPath(placed)
 READABLE = _CheckedPath(readable)
 LOCAL_READABLE = _CheckedPath(local_readable)
 
-_OF_A_RUN = "Of a run, the checkpoint that its tracker names."
+_OF_A_RUN = "The directory of a run stands for the checkpoint that its tracker names."
 directory_argument = argument(
     "directory",
     metavar="CHECKPOINT",
@@ -133,7 +133,7 @@ iteration_option = click.option(
     "--iteration",
     metavar="N",
     type=click.IntRange(min=0),
-    help="Of a run: this iteration, not the one that the tracker names.",
+    help="Of the run, take this iteration instead of the one that its tracker names.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 keys_option = click.option(

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     help="Directories of checkpoints of any format, such as runs/gpt/iter_*. Of a run, the "
     "checkpoint that its tracker names.",
 )
-@click.option("--all", "every", is_flag=True, help="Of runs, check all checkpoints.")
+@click.option("--all", "every", is_flag=True, help="The directories are runs: check all their checkpoints.")
 @click.option("--quick", is_flag=True, help="Check the structure only; read no tensors and no objects.")
 @iteration_option
 @json_option
@@ -59,9 +59,9 @@ def verify(
     """Check that checkpoints are complete and undamaged.
 
     Checks every checksum, every extent, every element and every object, and lists all faults. In torch_dist,
-    a tensor or an object has a checksum. The index, .metadata, has none: it is compared with the files and
-    with itself, so that what torch refuses is a fault, and the verdict says so. If one of several checkpoints
-    cannot be checked, the others are still checked.
+    tensors and objects have checksums, but the index, .metadata, has none. It is checked for consistency with
+    itself and with the files, as strictly as torch checks it; the verdict says that this can miss changes.
+    If one of several checkpoints cannot be checked, the others are still checked.
 
     Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, or not completely, and none is
     faulty: no such directory, no checkpoint in it or an unfinished one, permissions, or an object store that

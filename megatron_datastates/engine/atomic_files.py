@@ -7,9 +7,9 @@ Protocol, for every small file that others rely on (index, manifest, metadata.js
 The manifest is published last, and what it names is durable before. What it replaces is removed after step 3
 of the manifest.
 
-Two runs may save into one directory at once: a job that was requeued, and one that is not quite dead. So all
-names but those of the manifest and metadata.json are a save's own, and a save removes nothing but what the
-manifest has named in whose place its own is now, and what earlier saves of its own run have left.
+Two jobs may save into one directory at once: one that was requeued, and its predecessor that has not ended.
+So every name but those of the manifest and metadata.json belongs to one save, and a save removes only what
+the manifest that it has replaced named, and what earlier saves of its own job have left.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
@@ -69,8 +69,8 @@ def write_whole(
 def temporary_beside(path: Path, save_id: SaveId) -> Path:
     """Returns the path of a file that is to be renamed to `path`.
 
-    Different at each call: another process may write the same file of the same save, as a job that is not
-    quite dead does with a checkpoint that the next job brings home.
+    Different at each call: another process may write the same file of the same save, as a job that has not
+    ended yet does with a checkpoint that the next job copies to --save.
     """
     return path.parent / f".datastates-{path.name}-{secrets.token_hex(4)}-{save_id}.tmp"
 

@@ -271,7 +271,10 @@ class FileSave:
     def wait_eager(self, seconds: float) -> None:
         """Returns when eager sources may change. After `seconds` the save fails instead."""
         if not self._reaches(native.Milestone.EAGER, seconds):
-            self.cancel(f"tensors that may change at once were not copied within {seconds:g} s")
+            self.cancel(
+                f"tensors that may change at once were not copied within {seconds:g} s "
+                "(--datastates-fence-deadline)"
+            )
             self._reaches(native.Milestone.EAGER)
         if self._on_device:
             self._job.hold_back(_current_stream())
@@ -296,7 +299,7 @@ class FileSave:
         """
         self.allow_lazy_copies()
         if not self._reaches(native.Milestone.STAGED, seconds):
-            self.cancel(f"not everything was copied within {seconds:g} s")
+            self.cancel(f"not everything was copied within {seconds:g} s (--datastates-fence-deadline)")
             self._reaches(native.Milestone.STAGED)
 
     def allow_lazy_copies(self, seconds: float = 0.0) -> None:

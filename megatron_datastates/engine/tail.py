@@ -116,5 +116,8 @@ class TailWriter:
         """Waits until the chunk appended last is in a slot, so that its memory can be filled again."""
         while not self._job.wait(native.Milestone.APPENDED, native.SLICE_SECONDS):
             if self.deadline is not None and time.monotonic() > self.deadline:
-                self._job.cancel("no staging memory became free for objects that may change at once")
+                self._job.cancel(
+                    "no staging memory became free in time for objects that may change at once: raise "
+                    "--datastates-staging-memory or --datastates-fence-deadline"
+                )
         self._raise_failure()

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-# What a poll starts begins so much later. Until then the trainer is through with the poll and with what
-# Megatron does after it; the thread would take the GIL from it for milliseconds.
+# Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does
+# next; an earlier thread would take the GIL from the trainer for milliseconds.
 AFTER_POLL_SECONDS = 0.01
 # And copies so much: what Megatron does after a poll (it ends saves that are published, with a collective
 # call) would share its cores with them.
@@ -18,7 +18,7 @@ COPIES_AFTER_POLL_SECONDS = 0.003
 
 
 class BackgroundThread:
-    """A thread that the interpreter does not wait for when it ends, and that nobody waits for at its start.
+    """A thread that does not keep the interpreter from ending, and whose `start` does not wait for it to run.
 
     threading.Thread.start returns when the thread runs. The thread then has the GIL, and the trainer waits
     until it lets go of it: milliseconds, in every save.

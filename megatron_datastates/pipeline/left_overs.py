@@ -95,8 +95,8 @@ def unfinished_uploads(run: Path) -> tuple[list[UnnamedFile], str]:
         if error.errno != errno.EOPNOTSUPP:
             raise
         return [], (
-            f"{run}: uploads that have not ended can be looked for in S3 alone; let a rule of the bucket "
-            "abort them after some days"
+            f"{run}: unfinished uploads can be listed only in S3; add a lifecycle rule to the bucket that "
+            "aborts them after some days"
         )
     return [
         UnnamedFile(one.path, one.bytes, now - one.changed_at, one)

@@ -20,9 +20,10 @@ FLAGS = 5  # numbers that each save adds to the sum
 class Turn:
     """Who may start or poll saves: one thread at a time, and no signal handler in the middle of that.
 
-    Other threads wait. Only a poll of a single rank does not: it takes no step, as nobody counts its polls.
+    Other threads wait. The exception is a poll where there is only one rank: it returns without a step, which
+    harms nothing, because no other rank has to poll equally often.
 
-    To be used in place, as a signal may come between any two calls:
+    Not a context manager, because a signal may arrive between any two calls. Its users write out:
 
         with turn.lock:
             turn.require_free()

@@ -45,9 +45,8 @@ def require_files(directory: Path, manifest: Manifest) -> None:
         if time.monotonic() > deadline:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise DataStatesError(
-                f"files that ranks have written are not to be found in {directory}: "
-                f"{', '.join(wrong[:3])}{more} (is --save on storage that all ranks share? does another run "
-                "save or prune there?)"
+                f"files that ranks have written were not found in {directory}: {', '.join(wrong[:3])}{more} "
+                "(is --save on storage that all ranks share? does another job save or prune there?)"
             )
         time.sleep(_VISIBLE_SECONDS / 10)
 
@@ -65,13 +64,13 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
         found = _persistently(lambda: read_regular(directory / MANIFEST_NAME, MANIFEST_BYTES))
     except FileNotFoundError:
         raise DataStatesError(
-            f"the manifest of {directory} was taken away right after it was written: does "
-            "`datastates prune` remove this checkpoint?"
+            f"the manifest of {directory} was removed right after it was written: does `datastates prune` or "
+            "another job remove this checkpoint?"
         ) from None
     if wrong and found == encoded:
         raise DataStatesError(
-            f"{directory} was published, and then files were not to be found there: {', '.join(wrong[:3])}: "
-            "save it again (does `datastates prune` run there?)"
+            f"{directory} was published, but some of its files are missing now: {', '.join(wrong[:3])}: save "
+            "again (does `datastates prune` or another job remove files there?)"
         )
 
 

@@ -18,7 +18,7 @@ Protocol (everything on the trainer's thread, except step 4):
      removes what that manifest replaced. From the rename of the manifest on, no failure removes a file that
      it names, not even if another manifest has taken its place since: a crash may bring it back.
   5. Polls continue until rank 0 reports that the checkpoint is published.
-If files of a rank are in a near tier, steps 4 and 5 are others. Rank 0's thread writes nothing: the next
+If any rank's file is in a near tier, steps 4 and 5 differ. Rank 0's thread writes nothing: the next
 polls send index, manifest and what else belongs to the checkpoint to all ranks, and a thread of the first
 rank of each node stores them beside the node's data files. Threads of all ranks then copy files of other
 nodes, if they are to (near/replicas.py). When all are done, the save is published near. The nodes' drains

@@ -50,7 +50,7 @@ _NUMBER = re.compile(rb"[0-9]{1,18}")
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """One `iter_*` directory. Links are followed by nobody who removes anything."""
+    """One `iter_*` directory, or a link to one. Code that removes files does not follow links."""
 
     number: int
     path: Path

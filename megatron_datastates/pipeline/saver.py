@@ -443,6 +443,6 @@ def _refuse_without_near(context: SaveContext) -> None:
     """Raises DataStatesError if a data file would be written into an object store."""
     if context.near is None and is_object(context.directory):
         raise DataStatesError(
-            f"{context.directory} is in an object store, which saves reach through a near tier alone "
-            "(--datastates-near, in Megatron's training loop), and this rank has none or no room in it"
+            f"{context.directory} is in an object store, which saves reach only through a near tier "
+            "(--datastates-near, in Megatron's training loop), and this rank has none, or no room in it"
         )

@@ -171,7 +171,7 @@ class Tail:
         return any(getattr(one.source, "storage", storage) == storage for one in fenced)
 
     def drop_sources(self) -> None:
-        """Lets go of what nobody will write, because the save has failed."""
+        """Releases what will not be written, because the save has failed."""
         self._now.clear()
         self._later.clear()
 

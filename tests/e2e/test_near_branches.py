@@ -102,7 +102,7 @@ def test_a_rollback_whose_first_save_is_lost(branch_a: tuple[Run, int]) -> None:
     run.lose(later)
     resumed = run.run("--exit-interval", "4")
     assert resumed.ranks[0].begun_at == 2
-    left = f"iter_{newest:07d} in a near tier is skipped: a later job went on from iteration 2 without it"
+    left = f"iter_{newest:07d} in a near tier is skipped: a later job continued from iteration 2 without it"
     assert left in resumed.log
 
 
@@ -112,7 +112,7 @@ def test_a_rollback_that_is_killed_in_its_first_save(branch_a: tuple[Run, int]) 
     assert run.near()[-1] == newest
     resumed = run.run("--exit-interval", "4")
     assert resumed.ranks[0].begun_at == 2
-    left = f"iter_{newest:07d} in a near tier is skipped: a later job went on from iteration 2 without it"
+    left = f"iter_{newest:07d} in a near tier is skipped: a later job continued from iteration 2 without it"
     assert left in resumed.log
 
 

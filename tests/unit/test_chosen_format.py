@@ -118,7 +118,7 @@ def test_options_of_a_near_tier_need_one(given: dict[str, int], caplog: pytest.L
         arguments.check_near_options(args, Options(**given))
     assert not caplog.text
     arguments.check_near_options(namespace(), Options(**given))  # of an environment that many jobs share
-    assert f"{flag} needs --datastates-near DIR: it is left out" in caplog.text
+    assert f"{flag} needs --datastates-near DIR: it is ignored" in caplog.text
     arguments.check_near_options(args, Options(near="/local", **given))
     args.save = "msc://store/run"
     arguments.check_near_options(args, arguments.options_of(args))

@@ -210,7 +210,7 @@ def test_a_rollback_whose_saves_are_lost(first: int, tmp_path: Path, away: Path)
     job.lose()
     iteration, said = resume(job, away)
     assert iteration is None and tracked(job) == "5"
-    assert "a later job went on from iteration 5 without it" in said
+    assert "a later job continued from iteration 5 without it" in said
 
 
 def test_a_rollback_of_what_is_far(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_job_that_went_on_from_a_later_step_of_an_older_branch(tmp_path: Path)
     last.lose()
     iteration, said = resume(last, left.roots[0])
     assert iteration == 9, "as 7, which the tracker names, was left as well"
-    assert "iteration 9 in" in said and "a later job went on from iteration 10 without it" in said
+    assert "iteration 9 in" in said and "a later job continued from iteration 10 without it" in said
     assert "--ckpt-step 10 begins there again" in said
 
 
@@ -324,7 +324,7 @@ def test_a_job_counts_from_the_beginning_of_its_first_save(tmp_path: Path, away:
     abandon(job)
     assert [(one.run_id, one.origin) for one in jobs_in(job.run)] == [(A, 0), (B, 5)]
     iteration, said = resume(job, away)
-    assert iteration is None and "a later job went on from iteration 5 without it" in said
+    assert iteration is None and "a later job continued from iteration 5 without it" in said
 
 
 def test_a_job_that_was_begun_after_the_tracker_was_set_back(tmp_path: Path) -> None:
@@ -410,7 +410,9 @@ def test_of_a_branch_that_was_left_what_it_has_left_itself_is_not_resumed_from(t
     lost.lose()
     iteration, said = resume(job, together(again.roots[0], job.roots[0], tmp_path))
     assert iteration == 11, said
-    assert "iter_0000012 in a near tier is skipped: a later job went on from iteration 10 without it" in said
+    assert (
+        "iter_0000012 in a near tier is skipped: a later job continued from iteration 10 without it" in said
+    )
 
 
 def test_a_tracker_that_was_set_to_release(tmp_path: Path, away: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_near_tier_that_fills_up_in_a_save_fails_it_and_is_left_out_by_the_nex
     nodes.close()
     for iteration in (2, 3):
         nodes.check(iteration)
-    assert len([one for one in caplog.records if "is left out" in one.message]) == 1
+    assert len([one for one in caplog.records if "is not used" in one.message]) == 1
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -137,7 +137,7 @@ def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
     assert {path.parent.name for path in nodes.roots[1].glob("*/*/data-*")} == {"iter_0000006"}
     for iteration in (4, 5, 6):
         nodes.check(iteration)
-    assert ("is left out" in caplog.text) is not is_known
+    assert ("is not used" in caplog.text) is not is_known
 
 
 # -- far -----------------------------------------------------------------------------------------------------

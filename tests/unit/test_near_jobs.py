@@ -264,6 +264,8 @@ def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
             nodes.save(iteration, Origin())
         nodes.close()
     assert jobs_in(nodes.run) == [Job(5, 0)]
-    assert caplog.text.count("this job is not noted there yet") == 2, "once on each of the two ranks"
+    assert caplog.text.count("the list of jobs there does not name this job yet") == 2, (
+        "once on each of the two ranks"
+    )
     for iteration in (3, 4):
         nodes.check(iteration)

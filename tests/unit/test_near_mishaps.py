@@ -123,7 +123,7 @@ def test_a_recovery_without_threads_takes_longer_and_nothing_older(
         assert cluster.recover(nodes.run)[0] == 4
         nodes.check(4)
         return
-    with pytest.raises(StorageError, match=r"could not be brought to .*can't start new thread"):
+    with pytest.raises(StorageError, match=r"could not be copied to .*can't start new thread"):
         cluster.recover(nodes.run)
     assert not nodes.is_far(3) and not (nodes.run / TRACKER_NAME).exists()
 

@@ -338,7 +338,7 @@ def test_what_cannot_be_copied_fails_no_save_and_is_said_once(
     assert not list(nodes.near(0, 2).glob(".datastates-*"))
     nodes.close()
     nodes.check(2)
-    (said,) = [one.message for one in caplog.records if "are left out" in one.message]
+    (said,) = [one.message for one in caplog.records if "no copies are made" in one.message]
     assert "data-00001-" in said and "(rank 1)" in said
 
 
@@ -348,7 +348,7 @@ def test_a_failure_of_a_moment_is_tried_again(tmp_path: Path, caplog: pytest.Log
     nodes.save(1)
     assert all(ranks_of_files(nodes.near(node, 1)) == [0, 1] for node in (0, 1))
     nodes.close()
-    assert "are left out" not in caplog.text
+    assert "no copies are made" not in caplog.text
 
 
 def test_a_full_tier_gets_no_copies_and_keeps_its_own(
@@ -535,7 +535,9 @@ def test_a_rank_that_cannot_serve_says_so_once_and_its_save_is_good(
         assert nodes.save(iteration).outcome is Outcome.PUBLISHED
     nodes.close()
     nodes.check(2)
-    assert len([one for one in caplog.records if "are left out" in one.message]) == 2, "one of each rank"
+    assert len([one for one in caplog.records if "no copies are made" in one.message]) == 2, (
+        "one of each rank"
+    )
 
 
 # -- datastates ls ---------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_a_near_tier_of_no_use_is_left_out_with_one_warning(
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)
-    assert len([one for one in caplog.records if "is left out" in one.message]) == 1
+    assert len([one for one in caplog.records if "is not used" in one.message]) == 1
     assert nodes.kept(0) == ["iter_0000002"]
 
 

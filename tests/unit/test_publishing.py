@@ -98,7 +98,7 @@ def test_what_is_gone_when_all_are_durable_is_not_published(tmp_path, monkeypatc
     publication = save(saver, directory, tensors(1))
     saver.close()
     assert publication.outcome is Outcome.FAILED
-    assert "are not to be found in" in str(publication.error)
+    assert "were not found in" in str(publication.error)
     assert not (directory / MANIFEST_NAME).exists()
 
 
@@ -366,7 +366,7 @@ def test_what_is_taken_away_after_the_look_is_reported(tmp_path, monkeypatch):
             publication = save(saver, tmp_path / remove.__name__, tensors(1))
             saver.close()
         assert publication.outcome is Outcome.FAILED
-        assert "was published, and then files were not to be found" in str(publication.error)
+        assert "was published, but some of its files are missing now" in str(publication.error)
 
 
 def test_a_manifest_that_is_taken_away_is_reported_and_its_files_stay(tmp_path, monkeypatch):
@@ -380,6 +380,6 @@ def test_a_manifest_that_is_taken_away_is_reported_and_its_files_stay(tmp_path, 
     saver = new_saver()
     publication = save(saver, tmp_path, tensors(1))
     saver.close()
-    assert publication.outcome is Outcome.FAILED and "was taken away" in str(publication.error)
+    assert publication.outcome is Outcome.FAILED and "was removed right after" in str(publication.error)
     (tmp_path / "taken").rename(tmp_path / MANIFEST_NAME)
     assert_holds(tmp_path, 1)

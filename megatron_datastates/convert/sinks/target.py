@@ -169,7 +169,7 @@ def _claimed(target: Path) -> Iterator[None]:
         try:
             stores.remove(claim)
         except OSError as error:
-            logger.warning("%s was not removed, and nobody needs it: %s", claim, error)
+            logger.warning("%s is no longer needed and was not removed: %s; delete it by hand", claim, error)
 
 
 @contextlib.contextmanager

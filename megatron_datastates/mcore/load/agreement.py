@@ -194,8 +194,8 @@ class Agreement:
             self.is_over = True
             state.current().failed_on_all_ranks = True
             text = (
-                f"loading {self._directory}: ranks have opened different checkpoints there; it was saved "
-                "again meanwhile, or they do not see the same storage. Load it again while no run saves there"
+                f"loading {self._directory}: ranks have opened different checkpoints there: a job saved to "
+                "it meanwhile, or the ranks see different storage. Load it again while no job saves there"
             )
             raise MegatronLoadFailedError(text) from StorageError(text)
 
@@ -228,7 +228,10 @@ def _terms(save_id: SaveId | None) -> list[int]:
 
 
 def _are_equal(sums: Sequence[int]) -> bool:
-    """Numbers are all the same if and only if the square of their sum is their count times their squares."""
+    """Returns whether all numbers are equal.
+
+    They are if and only if the square of their sum is their count times the sum of their squares.
+    """
     count, one, other, one_squared, other_squared = sums
     return one * one == count * one_squared and other * other == count * other_squared
 

@@ -24,7 +24,7 @@ def all_promised(tensor: torch.Tensor) -> Mutability:
 
 
 def proof_in_training_loop() -> Classify:
-    """Returns a function that classifies tensors by what Megatron's own training loop proves, as of now.
+    """Returns a function that classifies tensors by what Megatron's own training loop proves now.
 
     A model tensor that is a Parameter, or a view of one, changes only in the optimizer's step. So does the
     memory of an optimizer whose pre-step hook has fired. All other tensors (buffers such as the router's

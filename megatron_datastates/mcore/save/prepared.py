@@ -192,10 +192,10 @@ class Preparation:
             UnprovableError: its arguments are others, or the last save did not end.
         """
         if not self.is_complete:
-            raise UnprovableError("the last save could not be prepared for")
+            raise UnprovableError("the last full save did not complete its preparation")
         require_known_maker()
         if _conditions(call) != self._conditions:
-            raise UnprovableError("the arguments of the save are others")
+            raise UnprovableError("the arguments of the save have changed")
         self._used, self._left_out = set(), set()
         self.is_taken = False
 

@@ -2,7 +2,7 @@
 
 A survey proves that all of it is what it was: the same objects in the same places, with the same shapes,
 strides, dtypes and devices. Addresses may differ. It knows the classes of Megatron, torch and Transformer
-Engine; a class of anybody else that has its own say in a sharded state dict cannot be proved.
+Engine; nothing can be proved of a class from elsewhere that makes or changes a sharded state dict.
 
 Holds tensors and modules weakly: what a program frees between saves is freed. Loops run in C where there is
 an element for each tensor; the trainer waits for them in every save.
@@ -156,7 +156,7 @@ class Survey:
 
     def _require_facts(self, tensors: list[torch.Tensor], facts: Facts | None) -> None:
         if list(map(type, tensors)) != self._types:
-            raise UnprovableError("a tensor is of another class")
+            raise UnprovableError("the class of a tensor has changed")
         if (facts or _slow_facts(tensors)) != self._facts:
             raise UnprovableError("a tensor has another shape, dtype, device or memory layout")
         if has_unresolved_views(tensors, facts):
@@ -252,7 +252,7 @@ def _require_none_of_its_own(owner: Any, methods: Iterable[str]) -> None:
     for name in methods:
         if name in vars(owner):
             kind = type(owner).__qualname__
-            raise UnprovableError(f"{name}, set on one {kind}, has a say in the state dict")
+            raise UnprovableError(f"one {kind} has its own {name}, which may change the state dict")
 
 
 def _never_stored(modules: list[Any]) -> list[str]:
@@ -308,7 +308,7 @@ def _require_trusted(cls: type, functions: Iterable[Any]) -> None:
 
 def _refuse(cls: type, stranger: str | None) -> None:
     if stranger is not None:
-        raise UnprovableError(f"{stranger} has a say in the state dict of {cls.__qualname__}")
+        raise UnprovableError(f"{stranger} may change the state dict of {cls.__qualname__}")
 
 
 def _stranger_in(function: Any) -> str | None:

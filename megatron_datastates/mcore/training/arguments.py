@@ -212,7 +212,7 @@ def check_near_options(args: Any, options: Options) -> None:
         if getattr(args, "datastates_" + name, None) is not None:
             raise OptionError(f"{flag} needs --datastates-near DIR")
         if getattr(args, "rank", 0) == 0:
-            logger.warning("%s needs --datastates-near DIR: it is left out", flag)
+            logger.warning("%s needs --datastates-near DIR: it is ignored", flag)
 
 
 def warn_of_report_file(args: Any, options: Options) -> None:

@@ -295,7 +295,7 @@ def _advice(load: state.Load) -> str:
     most = collectives.share_from_first(options.fallback)
     if most == 0:
         return (
-            "Start again with --datastates-fallback N to find the newest intact one of the N checkpoints "
+            "Start again with --datastates-fallback N to find the newest undamaged one of the N checkpoints "
             "before it; --ckpt-step loads that one."
         )
     args, directory = get_args(), path_of(load.directory or "")

@@ -30,9 +30,11 @@ from megatron_datastates.pipeline.near.places import remove_folder
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
-_is_on = False  # the near tier, as of the last save
-_is_ours = False  # the tracker, as of the last save
-_is_out_of_reach = False  # --save, as of the last save
+# As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
+# tracker, and whether the save's directory in --save could not be made.
+_is_on = False
+_is_ours = False
+_is_out_of_reach = False
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _numbers = itertools.count()  # of saves, in the order in which they began
@@ -124,7 +126,7 @@ def is_on() -> bool:
 
 
 def _unused_tracker() -> str:
-    """Returns a file of no use. Megatron writes it on rank 0 alone, where an error would end the job.
+    """Returns a dummy tracker file, which Megatron writes, on rank 0 only, where an error would end the job.
 
     It names iteration 0, of which Megatron's retention deletes nothing. It is in memory, but for the
     multi-storage client, which needs a directory.

@@ -27,7 +27,7 @@ class Choice:
         self._run = run
 
     def candidates(self) -> list[tuple[str, SaveId]]:
-        """Returns names and save ids of checkpoints, newest first, and those of later branches first."""
+        """Returns names and save ids of checkpoints, newest iteration first; then the latest branch first."""
 
         def order(held: Held) -> tuple[int, bool, int, int]:
             is_last = self._history.passed_by(_point(held)) is None
@@ -41,7 +41,7 @@ class Choice:
         ]
 
     def reason_to_leave(self, save_id: SaveId) -> str | None:
-        """Returns why a checkpoint is not brought there, empty if nobody asks; None if it is."""
+        """Returns why a checkpoint is skipped, empty if no line of the log is due; None if it is brought."""
         point, tracked = _point(self._held[save_id]), self._far.point
         if self._wanted is not None:
             return None
@@ -51,7 +51,7 @@ class Choice:
         leave_both = self._history.passing(tracked, surely=True) if tracked is not None and is_same else []
         later = next((job for job in self._history.passing(point) if job not in leave_both), None)
         if later is not None:
-            return f"a later job went on from iteration {later.origin} without it" if is_newer else ""
+            return f"a later job continued from iteration {later.origin} without it" if is_newer else ""
         is_unknown = tracked is None or (point.ancestors is None and tracked.ancestors is None)
         if is_newer and (tracked is None or is_unknown or point.follows(tracked)):
             back = next((one for one in self._far.set_back if one == point or point.follows(one)), None)
@@ -85,9 +85,9 @@ class Choice:
             return ""
         advice = f": --ckpt-step {later.origin} begins there again" if later.origin else ""
         return (
-            f"datastates: iteration {point.iteration} in {self._run} is resumed from, but a later job went "
-            f"on from iteration {later.origin} without it, and no checkpoint of that job can be resumed "
-            f"from{advice}"
+            f"datastates: this job resumes from iteration {point.iteration} in {self._run}, although a later "
+            f"job continued from iteration {later.origin} without it: no checkpoint of that later job can "
+            f"be loaded{advice}"
         )
 
 

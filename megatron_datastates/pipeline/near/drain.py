@@ -2,12 +2,12 @@
 
 On the rank that stores a node's manifests, one thread copies the node's data files, one save after the
 other. On rank 0 the thread also publishes: when all files of a save are in the checkpoint's directory,
-wherever they came from, it commits the manifest there. The shared directory is all that nodes need to know
+wherever they came from, it publishes the manifest there. The shared directory is all that nodes need to know
 of each other: no collective call is made, and the trainer waits for nothing.
 
 A save is far when it is published in its checkpoint's directory. What fails is tried again for as long as
-the process lives; a source that is missing or damaged is given up. What is not far when a job ends is
-brought home by the next one (recovery.py).
+the process lives; a source that is missing or damaged is given up. What is not far when a job ends,
+the next one copies to its directory (recovery.py).
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Drain:
                 self._commit_what_is_complete()
                 self._evict()
             except Exception:
-                logger.exception("the drain met an error that it did not expect, and goes on")
+                logger.exception("unexpected error in the drain, which continues; please report it")
                 time.sleep(_LOOK_SECONDS)
             with self._changed:
                 if not (self._to_copy or self._notes.has_new or (self._closing and self._is_done())):

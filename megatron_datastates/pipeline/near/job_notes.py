@@ -70,8 +70,8 @@ class JobNotes:
                     self._waiting.setdefault(folder, note)
                 if not self._is_warned:
                     logger.warning(
-                        "%s: this job is not noted there yet (%s): after a rollback, a node that was away "
-                        "may bring back what was abandoned",
+                        "%s: the list of jobs there does not name this job yet (%s): after a rollback, a "
+                        "node that was absent may bring back what was abandoned",
                         folder,
                         error,
                     )

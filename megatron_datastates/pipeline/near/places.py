@@ -238,7 +238,7 @@ def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
 
 
 def run_ids_in(run: Path) -> frozenset[int]:
-    """Returns which runs have files in a run's folder of a near tier: each job is a run of its own."""
+    """Returns the run ids of the jobs that have files in a run's folder of a near tier."""
     with contextlib.suppress(OSError):
         return frozenset(save_id.run_id for folder in folders_of_run(run) for save_id in save_ids_in(folder))
     return frozenset()

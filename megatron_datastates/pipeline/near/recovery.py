@@ -177,7 +177,7 @@ class _Recovery:
         except StorageError as error:
             return Node(error=str(error))
         except Exception as error:
-            return Node(error=f"rank {self.rank}: what is there to resume from is not known: {error!r}")
+            return Node(error=f"rank {self.rank}: cannot find out what to resume from: {error!r}")
 
     def _held(self) -> tuple[Held, ...]:
         try:
@@ -287,8 +287,8 @@ class _Recovery:
 
     def _cannot_bring(self, why: str) -> StorageError:
         return StorageError(
-            f"what the near tiers hold could not be brought to {self._run}: {why}: see to that, or leave out "
-            "--datastates-near to load what is there"
+            f"a newer checkpoint in the near tiers could not be copied to {self._run}: {why}: repair "
+            f"that, or leave out --datastates-near to load the checkpoint in {self._run}"
         )
 
     def _plan(self, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:

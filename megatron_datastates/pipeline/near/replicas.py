@@ -211,8 +211,8 @@ class Replicas:
     def _warn(self, reason: str) -> None:
         if not self._is_warned:
             logger.warning(
-                "copies on other nodes (--datastates-near-replicas) are left out: %s; if a node is lost, "
-                "so is what it has not brought to --save",
+                "no copies are made on other nodes (--datastates-near-replicas): %s; if a node is lost, "
+                "so are its files that are not in --save yet",
                 reason,
             )
         self._is_warned = True

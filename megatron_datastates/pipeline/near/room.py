@@ -40,7 +40,7 @@ class Room:
             self._leftovers.begin(save.near.parent, save.save_id.run_id)
 
     def note_far(self) -> None:
-        """Takes note that a save of this job is far."""
+        """Records that a save of this job is far."""
         self._leftovers.is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId) -> None:

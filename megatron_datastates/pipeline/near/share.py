@@ -180,8 +180,8 @@ class NearShare:
         wrong = missing_data_files(folder, msgspec.structs.replace(manifest, files=self.files))
         if wrong:
             raise DataStatesError(
-                f"files that ranks have written are not to be found in {folder}: {', '.join(wrong[:3])}: "
-                "does something clean up there?"
+                f"files that ranks have written were not found in {folder}: {', '.join(wrong[:3])}: does "
+                "a cleanup script or another job remove files there?"
             )
         write_whole(folder / NODES_NAME, self._nodes().encode(), self._faults, save_id)
         if manifest.iteration is not None:

@@ -160,12 +160,12 @@ class NearTier:
     def _fall_back(self, directory: Path, reason: str) -> None:
         if is_object(directory):
             raise DataStatesError(
-                f"the near tier {self.root} cannot take the save to {directory}, which is in an object store "
-                f"and has no other way there: {reason}"
+                f"the near tier {self.root} cannot hold the save to {directory}, and saves reach an object "
+                f"store only through it: {reason}"
             )
         if not self._is_warned:
             logger.warning(
-                "the near tier %s is left out, and saves go to --save right away: %s", self.root, reason
+                "the near tier %s is not used, and saves go directly to --save: %s", self.root, reason
             )
         self._is_warned = True
 

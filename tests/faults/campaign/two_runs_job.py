@@ -17,7 +17,15 @@ from megatron_datastates.pipeline import prune
 from tests.faults.campaign import oracle
 from tests.faults.campaign.job import Notes, Trainer, leave, place, sweep, write_verdict
 
-_LOUD = ("does another run", "datastates prune", "is gone", "removed", "not to be found", "No such file")
+_LOUD = (
+    "does another job",
+    "datastates prune",
+    "is gone",
+    "removed",
+    "were not found",
+    "are missing now",
+    "No such file",
+)
 
 
 def save_beside(recipe: dict[str, Any], folder: str) -> None:
