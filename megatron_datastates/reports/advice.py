@@ -321,12 +321,14 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
         "fence": "the fence, where the optimizer's step waits for copies",
         "finalize": "what Megatron does once a save is published",
     }
+    counted = {save.save_id for save in regular}
     first = ", without the first ones of a run, which take longer"
-    left_out = first if any(not save.failed and save not in regular for save in saves) else ""
+    left_out = first if any(not save.failed and save.save_id not in counted for save in saves) else ""
     text = f"{milliseconds(held)} (median of {len(regular)} saves{left_out}); the largest part is "
     text += f"{meaning.get(name, name)}: {milliseconds(total / len(regular))}."
     spans = zip(saves, intervals(saves), strict=True)
-    followed = [(save.held_ms, 1000 * between) for save, between in spans if between and save in regular]
+    known = [(save, between) for save, between in spans if save.save_id in counted]
+    followed = [(save.held_ms, 1000 * between) for save, between in known if between]
     if followed:
         share = sum(held for held, _ in followed) / sum(between for _, between in followed)
         text += f" From one save to the next, that is {share:.1%} of the time."

@@ -1,7 +1,7 @@
 """Draws the saves of a run: against the clock and its iterations, one by one, and over all ranks.
 
-Needs matplotlib. Panels without data (the clock in lines of older releases, ranks in a run of one) are left
-out.
+Needs matplotlib. Panels without data (the clock in lines of older releases, held time in saves of DCP, ranks
+in a run of one) are left out.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ PARTS = {
 _IN_DETAIL = 6  # saves in the panel that shows single ones
 _MOST_MARKS = 40  # saves with a marker each
 _MOST_LABELS = 12
+_MOST_HOVERS = 200  # in a panel; narrower ones cannot be pointed at, and each costs time and bytes
 _LEAST_WIDTH = 0.0015  # of the width of the picture, so that a short bar can be seen
 _SVG = "http://www.w3.org/2000/svg"
 
@@ -61,10 +62,9 @@ def require_matplotlib() -> Any:
 
 def draw(saves: Sequence[Save], title: str) -> Any:
     """Returns a matplotlib figure of the saves. Raises MissingPackageError."""
-    panels: list[tuple[float, Callable[[Any, Sequence[Save]], None]]] = [
-        (2.6, _draw_milestones),
-        (2.2, _draw_parts),
-    ]
+    panels: list[tuple[float, Callable[[Any, Sequence[Save]], None]]] = [(2.6, _draw_milestones)]
+    if any(save.held_ms for save in saves):
+        panels.append((2.2, _draw_parts))
     if all(save.started_at is not None for save in saves):
         panels.insert(0, (2.2, _draw_clock))
         panels.insert(1, (0.8 + 0.42 * min(len(saves), _IN_DETAIL), _draw_details))
@@ -75,7 +75,7 @@ def draw(saves: Sequence[Save], title: str) -> Any:
     matplotlib.rcParams["axes.titlesize"] = 10
     heights = [height for height, _ in panels]
     figure = matplotlib.figure.Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)  # a file's name may have dollar signs
     for axes, (_, panel) in zip(figure.subplots(len(panels), 1, height_ratios=heights), panels, strict=True):
         panel(axes, saves)
         axes.tick_params(labelsize=8)
@@ -178,7 +178,8 @@ def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
             bars[name].append((begin + a / 1000, max((b - a) / 1000, least)))
     for place, lane in enumerate(lanes):
         color = STAGES.get(lane, HELD)
-        axes.broken_barh(bars[lane], (place - 0.35, 0.7), color=color, linewidth=0, alpha=0.85)
+        spans = _joined(bars[lane], least)
+        axes.broken_barh(spans, (place - 0.35, 0.7), color=color, linewidth=0, alpha=0.85)
     failed = [begin for begin, save in zip(begins, saves, strict=True) if save.failed]
     axes.plot(failed, [len(lanes) - 1] * len(failed), "x", color=HELD, label="failed")
     _mark_runs(axes, saves, begins)
@@ -192,8 +193,20 @@ def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
     above.set_xticks([begins[i] for i in chosen], [saves[i].name for i in chosen])
     above.tick_params(labelsize=7, length=2)
     edges = [*begins, end]
-    for i, begin in enumerate(begins):
-        _hover(axes, i, begin, max(edges[i + 1], begin + least), "clock")
+    for i, after in _hovered(len(saves)):
+        _hover(axes, i, begins[i], max(edges[after], begins[i] + least), "clock")
+
+
+def _joined(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Returns spans (begin, length), those less than `gap` apart, which looks like no gap, as one."""
+    joined: list[tuple[float, float]] = []
+    for begin, length in sorted(spans):
+        if joined and begin - sum(joined[-1]) < gap:
+            first, reached = joined[-1]
+            joined[-1] = (first, max(reached, begin + length - first))
+        else:
+            joined.append((begin, length))
+    return joined
 
 
 def _last_ms(save: Save) -> float:
@@ -242,7 +255,7 @@ def _draw_details(axes: Any, saves: Sequence[Save]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the save began", fontsize=8)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    low = min(0.0, *(a for save in last for _, a, _ in save.held_spans_ms)) - 0.01 * end
+    low = min([0.0, *(a for save in last for _, a, _ in save.held_spans_ms)]) - 0.01 * end
     axes.set_xlim(low, end * 1.01)
     for row in range(len(last)):
         _hover(axes, first + row, low, end * 1.01, "detail", rows=(row - 0.45, row + 0.45))
@@ -295,9 +308,13 @@ def _draw_parts(axes: Any, saves: Sequence[Save]) -> None:
         if not any(values):
             continue
         label, color = PARTS.get(name, (name, "#777777"))
-        width = 0.7 if len(saves) <= _MOST_MARKS else 1.0
-        axes.bar(range(len(saves)), values, width, bottom=below, color=color, label=label, linewidth=0)
-        below = [a + b for a, b in zip(below, values, strict=True)]
+        above = [a + b for a, b in zip(below, values, strict=True)]
+        if len(saves) <= _MOST_MARKS:
+            axes.bar(range(len(saves)), values, 0.7, bottom=below, color=color, label=label, linewidth=0)
+        else:  # one shape in place of thousands
+            places = range(len(saves))
+            axes.fill_between(places, below, above, step="mid", color=color, label=label, linewidth=0)
+        below = above
     axes.set_ylabel("ms", fontsize=8)
     axes.set_title("What held the trainer", loc="left")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -347,8 +364,8 @@ def _label_saves(axes: Any, saves: Sequence[Save], panel: str) -> None:
     axes.set_xticks(chosen, [saves[i].name for i in chosen])
     axes.set_xlim(-0.6, len(saves) - 0.4)
     _mark_runs(axes, saves, [i - 0.5 for i in range(len(saves))])
-    for i in range(len(saves)):
-        _hover(axes, i, i - 0.5, i + 0.5, panel)
+    for i, after in _hovered(len(saves)):
+        _hover(axes, i, i - 0.5, after - 0.5, panel)
 
 
 def _mark_runs(axes: Any, saves: Sequence[Save], places: Sequence[float]) -> None:
@@ -356,6 +373,12 @@ def _mark_runs(axes: Any, saves: Sequence[Save], places: Sequence[float]) -> Non
     for before, save, place in zip(saves, saves[1:], places[1:], strict=False):
         if save.run != before.run:
             axes.axvline(place, color="#555555", linewidth=0.8, linestyle="-.", zorder=0)
+
+
+def _hovered(count: int) -> list[tuple[int, int]]:
+    """Returns which saves have an area for the pointer, and the first save after each area."""
+    step = math.ceil(count / _MOST_HOVERS)
+    return [(i, min(i + step, count)) for i in range(0, count, step)]
 
 
 def _hover(

@@ -20,8 +20,8 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.reports.advice import Advice, advise
-from megatron_datastates.reports.picture import draw
-from megatron_datastates.reports.reading import read_reports
+from megatron_datastates.reports.picture import _joined, draw
+from megatron_datastates.reports.reading import Save, read_reports
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, usual
 from tests.unit.command import run
 from tests.unit.states import SMALL
@@ -274,6 +274,58 @@ def test_the_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     assert page.count("<tr") == 1 + len(SAVES)
     assert (tmp_path / "pictures" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "wrote" in out
+
+
+def many(count: int, **fields: Any) -> list[dict[str, Any]]:
+    """Returns the reports of a run with so many saves, one a second."""
+    first = SAVES[0] | fields
+    return [
+        first | {"save_id": f"ab-{n}", "iteration": n, "started_at": 1e9 + n} for n in range(1, count + 1)
+    ]
+
+
+def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    nothing: dict[str, Any] = {"held_ms": 0.0, "held_parts_ms": {}, "held_spans_ms": []}
+    path = written(many(3, mode="dcp", **nothing))
+    assert run("report", path, "--out", tmp_path)[0] == 0
+    titles = [axes.get_title(loc="left") for axes in draw(read_reports([path]).saves, "").axes]
+    assert "What held the trainer" not in titles and "The last saves, one by one" in titles[1]
+
+
+def test_a_name_with_dollar_signs_is_a_title(tmp_path: Path) -> None:
+    path = tmp_path / "a$x_$b.jsonl"
+    path.write_text(LINES[0])
+    assert run("report", path, "--png", tmp_path / "report.png")[0] == 0
+
+
+def test_advice_compares_no_save_with_all_others(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 20,000 saves would take hours."""
+    saves = read_reports([written(many(50))]).saves
+
+    def compared(*_: object) -> bool:
+        raise AssertionError("saves were compared")
+
+    monkeypatch.setattr(Save, "__eq__", compared)
+    assert [one.title for one in advise(saves)][-1] == "What a save costs the trainer"
+
+
+def test_shapes_in_a_picture_do_not_grow_with_the_number_of_saves(written: Callable[..., Path]) -> None:
+    """A page with each save as a shape in each panel would take minutes to make, and megabytes."""
+    figure = draw(read_reports([written(many(2000))]).saves, "")
+    shapes = [
+        len(artist.get_paths()) if hasattr(artist, "get_paths") else 1
+        for axes in figure.axes
+        for artist in [*axes.patches, *axes.collections]
+    ]
+    assert sum(shapes) < 2000
+
+
+def test_spans_that_look_like_one_are_one() -> None:
+    assert _joined([(5.0, 1.0), (0.0, 1.0), (1.5, 0.5), (0.5, 0.2)], 1.0) == [(0.0, 2.0), (5.0, 1.0)]
 
 
 def near_lines(**copies: Any) -> list[dict[str, Any]]:
