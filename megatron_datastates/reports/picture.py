@@ -139,7 +139,10 @@ def _stages(save: Save) -> list[tuple[str, float, float]]:
 
 
 def _begins(saves: Sequence[Save]) -> list[float]:
-    """Returns when each save began, in seconds from the first one; pauses between runs are left out."""
+    """Returns when each save began, in seconds from the first one; pauses between runs are left out.
+
+    One that began before its predecessor (the clock was set back, or two runs overlap) is drawn with it.
+    """
     begins: list[float] = []
     for number, save in enumerate(saves):
         at = save.started_at or 0.0
@@ -147,7 +150,7 @@ def _begins(saves: Sequence[Save]) -> list[float]:
             begins.append(0.0)
             continue
         before = saves[number - 1]
-        passed = at - (before.started_at or 0.0)
+        passed = max(at - (before.started_at or 0.0), 0.0)
         if save.run != before.run:
             steps = [b - a for a, b in itertools.pairwise(begins)]
             passed = min(passed, max(steps, default=passed))

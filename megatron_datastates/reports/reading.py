@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from megatron_datastates.errors import StorageError, UnsupportedFormatError
 
 _BEGIN = '{"event": '  # of every line, as pipeline/report.py writes it
 _MOST_NOTES = 5  # for each file; a damaged one may have thousands
+_INCOMPLETE = "it is not a whole line of JSON"
 _WRITTEN_BY = "expected the lines of JSON that --datastates-report-file writes"
 _MOST_BYTES = 1 << 30  # of a file, which is read whole
 
@@ -87,6 +90,12 @@ class Save:
     def run(self) -> str:
         """Returns which process group saved: all saves between two starts of a program have one."""
         return self.save_id.partition("-")[0]
+
+    @property
+    def ordinal(self) -> int:
+        """Returns the count of the save in its run, 0 if its id has none."""
+        count = self.save_id.partition("-")[2]
+        return int(count) if count.isdecimal() and len(count) < 20 else 0
 
     @property
     def failed(self) -> bool:
@@ -166,11 +175,24 @@ def read_reports(paths: Iterable[Path]) -> Reports:
         dataclasses.replace(_with_drain(save, drains.get(save.save_id)), copies=copies.get(save.save_id))
         for save in saves.values()
     ]
-    if all(save.started_at is not None for save in found.saves):
-        found.saves.sort(key=lambda save: save.started_at or 0.0)
     if not found.saves:
-        raise UnsupportedFormatError("there is no report of a save in these files, only of loads")
+        others = {"load": found.loads, "drain": drains, "copies": copies}
+        kinds = ", ".join(name for name, lines in others.items() if lines)
+        raise UnsupportedFormatError(
+            f"there is no report of a save in these files, only of other events: {kinds}"
+        )
+    if all(save.started_at is not None for save in found.saves):
+        found.saves = _ordered(found.saves)
     return found
+
+
+def _ordered(saves: Iterable[Save]) -> list[Save]:
+    """Returns runs by when they began, and the saves of a run as it counted them: a clock may be set back."""
+    runs: dict[str, list[Save]] = {}
+    for save in saves:
+        runs.setdefault(save.run, []).append(save)
+    counted = [sorted(run, key=lambda save: (save.ordinal, save.started_at)) for run in runs.values()]
+    return list(itertools.chain(*sorted(counted, key=lambda run: run[0].started_at or 0.0)))
 
 
 def _with_drain(save: Save, drain: Drain | None) -> Save:
@@ -198,9 +220,9 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]
     for number, line in enumerate(lines, 1):
         try:
             found += [_report(value) for value in _values(line)]
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             reason = str(error)
-            if number == len(lines):
+            if number == len(lines) and reason == _INCOMPLETE:
                 reason = "it is incomplete, as a run leaves it that is killed while it writes"
             skipped.append(f"{path}, line {number} was skipped: {reason}")
     if not found:
@@ -221,8 +243,11 @@ def _values(line: str) -> list[Any]:
     except (ValueError, RecursionError):
         begin = line.rfind(_BEGIN)
         if begin <= 0:
-            raise ValueError("it is not a whole line of JSON") from None
-    return [json.loads(line[begin:])]
+            raise ValueError(_INCOMPLETE) from None
+    try:
+        return [json.loads(line[begin:])]
+    except (ValueError, RecursionError):
+        raise ValueError(_INCOMPLETE) from None
 
 
 def _report(value: Any) -> Save | Load | Drain | Copies:
@@ -245,14 +270,18 @@ def _save(value: Mapping[str, Any]) -> Save:
         if field.name not in ("spreads", "held_spans_ms", "copies")
     }
     try:
-        spreads = {
-            name: Spread(float(one["min"]), float(one["median"]), float(one["max"]), int(one["slowest_rank"]))
-            for name, one in _mapping(value, "ranks_ms").items()
-        }
-        spans = [(str(part), float(begin), float(end)) for part, begin, end in value.get("held_spans_ms", [])]
-    except (KeyError, TypeError) as error:
+        spreads = {name: _spread(one) for name, one in _mapping(value, "ranks_ms").items()}
+        spans = [
+            (str(part), _number(begin), _number(end)) for part, begin, end in value.get("held_spans_ms", [])
+        ]
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its 'ranks_ms' or 'held_spans_ms' is not as expected: {error!r}") from None
     return Save(**known, spreads=spreads, held_spans_ms=spans)
+
+
+def _spread(one: Mapping[str, Any]) -> Spread:
+    least, middle, most, slowest = (_number(one[name]) for name in ("min", "median", "max", "slowest_rank"))
+    return Spread(least, middle, most, int(slowest))
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -272,13 +301,34 @@ def _field(value: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
         raise ValueError(f"its report has no {field.name!r}")
     found, declared = value[field.name], str(field.type)
     if declared.startswith("Mapping"):
-        return _mapping(value, field.name)
+        return _numbers(_mapping(value, field.name), field.name, is_nested="Mapping[str, Mapping" in declared)
     if declared == "Sequence[str]":
         return _names(value, field.name)
     kinds = tuple(kind for name in declared.split(" | ") for kind in _KINDS[name])
     if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
         raise ValueError(f"its {field.name!r} is {found!r}, expected {declared}")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError(f"its {field.name!r} is {found!r}, expected a finite number")
     return found
+
+
+def _numbers(found: Mapping[str, Any], name: str, *, is_nested: bool) -> Mapping[str, Any]:
+    """Returns a field that maps names to numbers, or to mappings that do, after checking it."""
+    try:
+        for one in found.values():
+            if is_nested:
+                _numbers(one, name, is_nested=False)
+            else:
+                _number(one)
+    except (AttributeError, ValueError):
+        raise ValueError(f"its {name!r} is {found!r}, expected {'objects of ' * is_nested}numbers") from None
+    return found
+
+
+def _number(found: Any) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise ValueError(f"{found!r} is not a finite number")
+    return float(found)
 
 
 def _names(value: Mapping[str, Any], name: str) -> Sequence[str]:

@@ -32,14 +32,19 @@ def median(values: Iterable[float]) -> float:
 
 
 def intervals(saves: Sequence[Save]) -> list[float | None]:
-    """Returns for each save the seconds until the next one of its run began; None where that is not known."""
+    """Returns for each save the seconds until the next one of its run began; None where that is not known.
+
+    It is not known either where the clock was set back in between.
+    """
     following: Sequence[Save | None] = [*saves[1:], None]
-    return [
-        later.started_at - save.started_at
-        if later and later.run == save.run and later.started_at and save.started_at
-        else None
-        for save, later in zip(saves, following, strict=True)
-    ]
+    return [_seconds_between(save, later) for save, later in zip(saves, following, strict=True)]
+
+
+def _seconds_between(save: Save, later: Save | None) -> float | None:
+    if later is None or later.run != save.run or save.started_at is None or later.started_at is None:
+        return None
+    seconds = later.started_at - save.started_at
+    return seconds if seconds > 0 else None
 
 
 def iteration_seconds(saves: Sequence[Save]) -> float | None:

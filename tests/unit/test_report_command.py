@@ -85,6 +85,39 @@ def test_a_line_that_follows_an_incomplete_one_is_read(written: Callable[..., Pa
     assert [save.iteration for save in found.saves] == [20]
 
 
+def test_a_whole_last_line_of_something_else_is_not_called_incomplete(written: Callable[..., Path]) -> None:
+    found = read_reports([written(LINES[0] + '{"event": "other"}')])
+    assert len(found.notes) == 1 and "neither the report of a save" in found.notes[0]
+
+
+def test_a_clock_that_is_set_back_changes_no_order(written: Callable[..., Path]) -> None:
+    saves = many(10)
+    for save in saves[5:]:
+        save["started_at"] -= 3600
+    path = written(saves)
+    found = read_reports([path]).saves
+    assert [save.iteration for save in found] == list(range(1, 11))
+    assert intervals(found) == [1.0] * 4 + [None] + [1.0] * 4 + [None]
+    assert run("report", path, "--png", path.with_suffix(".png"))[0] == 0
+
+
+def test_runs_that_overlap_keep_their_intervals(written: Callable[..., Path]) -> None:
+    both = [save for one in many(3) for save in (one, one | {"save_id": one["save_id"].replace("ab", "cd")})]
+    found = read_reports([written(both)]).saves
+    assert [save.run for save in found] == ["ab"] * 3 + ["cd"] * 3
+    assert intervals(found) == [1.0, 1.0, None] * 2
+
+
+def test_files_without_a_save_are_refused_with_what_they_hold(written: Callable[..., Path]) -> None:
+    drain = {"event": "drain", "save_id": "ab-1", "iteration": 1, "bytes": 1, "near_ms": 1.0}
+    _, _, err = run("report", written([drain]))
+    assert "no report of a save in these files, only of other events: drain" in err
+
+
+def line_with(field: str, value: Any) -> str:
+    return json.dumps(SAVES[0] | {field: value}) + "\n"
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -97,6 +130,13 @@ def test_a_line_that_follows_an_incomplete_one_is_read(written: Callable[..., Pa
             "'held_ms'",
         ),
         (LINES[0].replace('"slowest_rank"', '"rank"'), "'ranks_ms'"),
+        (LINES[0].replace('"slowest_rank": 1', '"slowest_rank": Infinity', 1), "inf is not a finite number"),
+        (line_with("held_parts_ms", {"a": None}), "'held_parts_ms' is {'a': None}, expected numbers"),
+        (line_with("providers", {"": 5}), "'providers' is {'': 5}, expected objects of numbers"),
+        (line_with("providers", {"": {"eager_bytes": "x"}}), "expected objects of numbers"),
+        (line_with("held_ms", float("nan")), "'held_ms' is nan, expected a finite number"),
+        (line_with("held_spans_ms", [["polls", 0, float("inf")]]), "'held_spans_ms'"),
+        (line_with("held_parts_ms", {"a": 10**400}), "too large"),
     ],
 )
 def test_what_is_not_a_report_is_skipped_with_a_note(
