@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_datastates.cli.program import app
-from megatron_datastates.cli.shared import PATH, Table, argument, cannot, note, say
+from megatron_datastates.cli.shared import PATH, Table, argument, cannot, counted, note, say
 from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_datastates.reports.reading import Reports
 
 _MOST_ROWS = 20  # in the terminal; the page has all
+_MOST_LOADS = 5
 _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
 
 
@@ -42,7 +43,7 @@ def report(
 ) -> None:
     """Show what the saves of a run cost, and what to change.
 
-    Prints a table and advice: failed saves, a disk that is slower than the interval, staging memory that is
+    Prints a table and advice: failed saves, a disk that needs most of the interval, staging memory that is
     too small, a rank that is far slower than the others, waits of the optimizer, bytes that are copied at
     once, objects that take long. Of several files (runs that continue each other, or one for each rank), all
     saves count, and of each save the line of the lowest rank, which has times of all ranks.
@@ -87,7 +88,9 @@ def _print(found: Reports, advice: list[Advice]) -> None:
         say(f"the last {len(shown)} of {len(found.saves)} saves:")
     table.print()
     say(f"({LEGEND})")
-    for load in found.loads:
+    if len(found.loads) > _MOST_LOADS:
+        say(f"the last {_MOST_LOADS} of {len(found.loads)} loads:")
+    for load in found.loads[-_MOST_LOADS:]:
         say(f"{load.state} iteration {load.iteration} in {load.total_ms / 1000:.1f} s")
     for one in advice:
         say()
@@ -114,7 +117,7 @@ def _write(
     wanted = picture or (folder / "report.png" if folder is not None else None)
     if page is None and wanted is None:
         return
-    title = f"{len(found.saves)} saves: {', '.join(path.name for path in files)}"
+    title = f"{counted(len(found.saves), 'save')}: {', '.join(path.name for path in files)}"
     figure: Any = None
     missing = ""
     try:

@@ -94,6 +94,8 @@ def _missing_copies(saves: Sequence[Save]) -> Advice | None:
 
 
 def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
+    if saves[-1].mode == "sync":  # the interval contains the save itself
+        return None
     known = [
         (save.slowest_ms("durable") / 1000, seconds)
         for save, seconds in zip(saves, intervals(saves), strict=True)
@@ -116,13 +118,14 @@ def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
         text += f"Save every {math.ceil(needed / _BUSY / step):,} iterations or more, or use faster storage."
     else:
         text += "Save less often, or use faster storage."
-    return Advice("slow", "The disk is slower than the interval between saves", text)
+    return Advice("slow", "The disk needs most of the interval between saves", text)
 
 
 def _slow_drain(saves: Sequence[Save]) -> Advice | None:
+    drained = [save for save in saves if save.far_ms is not None]  # each --datastates-drain-every-th
     known = [
         ((save.far_ms - save.published_ms) / 1000, seconds)
-        for save, seconds in zip(saves, intervals(saves), strict=True)
+        for save, seconds in zip(drained, intervals(drained), strict=True)
         if save.far_ms is not None and save.published_ms is not None and seconds is not None
     ]
     if not known:
@@ -130,13 +133,14 @@ def _slow_drain(saves: Sequence[Save]) -> Advice | None:
     needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
     if needed < between:
         return None
-    every = math.ceil(needed / between) + 1
+    every = math.ceil(needed / median(filter(None, intervals(saves)))) + 1
     return Advice(
         "slow",
-        "The way from the near tiers to --save is slower than the interval between saves",
+        "The way from the near tiers to --save takes longer than the interval between checkpoints on it",
         f"A checkpoint is there {milliseconds(needed * 1000)} after it was published near (median), and the "
-        f"next one is published after {milliseconds(between * 1000)}: the near tiers fill up. Raise "
-        f"--datastates-drain-limit if it is set, or bring fewer there: --datastates-drain-every {every}.",
+        f"next one to be brought there is published after {milliseconds(between * 1000)}: the near tiers "
+        "fill up. Raise --datastates-drain-limit if it is set, or bring fewer there: "
+        f"--datastates-drain-every {every}.",
     )
 
 
@@ -210,13 +214,15 @@ def _fence_waits(saves: Sequence[Save]) -> Advice | None:
         return None
     staged = median(save.slowest_ms("staging") for save in regular)
     copied = median(save.eager_bytes + save.lazy_bytes for save in regular)
+    what = "--datastates-copy-limit if it is set, or, for tensors in host memory, --datastates-copy-threads"
+    if median(save.slot_wait_ms for save in regular) >= _LONG_WAIT_MS:
+        what = "--datastates-staging-memory, or --datastates-copy-limit if it is set"
     return Advice(
         "slow",
         "The optimizer waits for copies",
         f"{milliseconds(fence)} of the host's time and {milliseconds(stream)} of the device's stream in a "
         f"save. {size(copied)} a rank are copied after {milliseconds(staged)}, which is longer than the "
-        "forward and backward pass. Raise --datastates-staging-memory, or "
-        "--datastates-copy-limit if it is set.",
+        f"forward and backward pass. Raise {what}.",
     )
 
 
@@ -262,14 +268,14 @@ def _serializing(saves: Sequence[Save]) -> Advice | None:
     tails = {name or "Megatron": one for name, one in regular[-1].providers.items()}
     name = max(tails, key=lambda one: tails[one].get("tail_ms", 0), default="Megatron")
     tail = tails.get(name, {})
+    encoding = "; --datastates-compress 0 encodes nothing" if tail.get("encoded_tensors") else ""
     return Advice(
         "slow",
         "Serialized objects take most of a save",
         f"They are ready after {milliseconds(serialized)} of {milliseconds(durable)}, tensors after "
         f"{milliseconds(staged)}. Most are of {name}: {tail.get('objects', 0):,.0f} objects, "
         f"{tail.get('encoded_tensors', 0):,.0f} encoded tensors, {tail.get('streams', 0):,.0f} streams, "
-        f"{size(tail.get('tail_bytes', 0))}. Store large data as tensors; "
-        "--datastates-compress 0 encodes nothing.",
+        f"{size(tail.get('tail_bytes', 0))}. Store large data as tensors{encoding}.",
     )
 
 
@@ -305,7 +311,7 @@ def _not_prepared(saves: Sequence[Save]) -> Advice | None:
 
 def _cost(saves: Sequence[Save]) -> Advice | None:
     regular = usual(saves)
-    if not regular:
+    if not regular or regular[-1].mode == "dcp":  # of which nothing is measured
         return None
     held = median(save.held_ms for save in regular)
     parts = collections.Counter[str]()
@@ -324,7 +330,8 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     counted = {save.save_id for save in regular}
     first = ", without the first ones of a run, which take longer"
     left_out = first if any(not save.failed and save.save_id not in counted for save in saves) else ""
-    text = f"{milliseconds(held)} (median of {len(regular)} saves{left_out}); the largest part is "
+    several = f"median of {len(regular)} saves" if len(regular) > 1 else "one save"
+    text = f"{milliseconds(held)} ({several}{left_out}); the largest part is "
     text += f"{meaning.get(name, name)}: {milliseconds(total / len(regular))}."
     spans = zip(saves, intervals(saves), strict=True)
     known = [(save, between) for save, between in spans if save.save_id in counted]
@@ -332,6 +339,8 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     if followed:
         share = sum(held for held, _ in followed) / sum(between for _, between in followed)
         text += f" From one save to the next, that is {share:.1%} of the time."
+    if regular[-1].mode == "sync":
+        text += " The saves are synchronous: with --async-save (ds.async_save), training goes on meanwhile."
     return Advice("note", "What a save costs the trainer", text)
 
 

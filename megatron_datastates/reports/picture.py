@@ -106,9 +106,10 @@ def svg_text(figure: Any, saves: Sequence[Save]) -> str:
 def describe(save: Save) -> str:
     """Returns what one save did, in lines."""
     published = "never" if save.published_ms is None else milliseconds(save.published_ms)
+    held = f"held {milliseconds(save.held_ms)}, {milliseconds(save.fence_ms)} of it at the fence"
     lines = [
         f"iteration {save.name}: {save.state}",
-        f"held {milliseconds(save.held_ms)}, {milliseconds(save.fence_ms)} of it at the fence",
+        *([] if save.mode == "dcp" else [held]),
         f"copied after {milliseconds(save.staging_ms)}, serialized after {milliseconds(save.serializing_ms)}",
         f"written after {milliseconds(save.writing_ms)}, durable after {milliseconds(save.durable_ms)}",
         f"published after {published}",

@@ -32,12 +32,13 @@ LEGEND_OF_REST = "before: saves that were unfinished when it began; slowest: the
 
 def row(save: Save) -> list[str]:
     """Returns the cells of a save, in the order of COLUMNS."""
+    is_measured = save.mode != "dcp"  # of DCP's saves, nothing is known about what held the trainer
     return [
         save.name,
         save.state,
         save.mode,
-        milliseconds(save.held_ms),
-        milliseconds(save.fence_ms),
+        milliseconds(save.held_ms) if is_measured else "-",
+        milliseconds(save.fence_ms) if is_measured else "-",
         milliseconds(save.slowest_ms("staging")),
         milliseconds(save.serializing_ms),
         milliseconds(save.slowest_ms("writing")),

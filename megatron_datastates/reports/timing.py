@@ -37,7 +37,7 @@ def intervals(saves: Sequence[Save]) -> list[float | None]:
     It is not known either where the clock was set back in between.
     """
     following: Sequence[Save | None] = [*saves[1:], None]
-    return [_seconds_between(save, later) for save, later in zip(saves, following, strict=True)]
+    return [_seconds_between(save, later) for save, later in zip(saves, following, strict=False)]
 
 
 def _seconds_between(save: Save, later: Save | None) -> float | None:
