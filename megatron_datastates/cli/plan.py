@@ -37,6 +37,7 @@ from megatron_datastates.sizing.planning import (
 )
 
 _POSITIVE = click.IntRange(min=1)
+_SHORTEST, _LONGEST = 1e-6, 1e9  # seconds of an iteration
 _FEWEST = 1000  # parameters: `--params 70` lacks its unit
 _MOST_NAMES = 12
 _MARGIN = 1.25  # between the time of a save and the interval that is advised
@@ -131,8 +132,10 @@ def plan(
         storage = Storage(_rate("--rate", rate), rate_per, ranks_per_node, is_given)
         if rate_per not in ("rank", "node", "all"):
             raise OptionError(f"--rate-per {rate_per}: expected rank, node or all")
-        if iteration is not None and iteration <= 0:
-            raise OptionError(f"--iteration-seconds {iteration:g}: expected a number above 0")
+        if iteration is not None and not _SHORTEST <= iteration <= _LONGEST:
+            raise OptionError(
+                f"--iteration-seconds {iteration:g}: expected a number from {_SHORTEST:g} to {_LONGEST:g}"
+            )
         given = {"tensor": tp, "pipeline": pp, "context": cp, "expert": ep}
         if parameters is None and not files and not words:
             raise OptionError(
@@ -166,7 +169,7 @@ def _made(
     sizes = {name: given.get(name) or arguments.number(flag, 1) for name, flag in _FLAGS.items()}
     if not given.get("expert_tensor") and not arguments.text(_FLAGS["expert_tensor"], ""):
         # Megatron's default; without experts neither matters.
-        sizes["expert_tensor"] = sizes["tensor"] if arguments.text("num-experts", "") else 1
+        sizes["expert_tensor"] = sizes["tensor"] if arguments.has("num-experts") else 1
     grid = Grid(data=data, **sizes)
     if parameters is not None:
         known = read_arguments([], ["--bf16", "--use-distributed-optimizer"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_datastates.errors import OptionError, StorageError
 
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^${}]*))?\}|(\w+))")
 _KEY = re.compile(r"(?:--)?([a-z][\w-]*):")
 _SIMILAR = 0.9  # from 0 to 1: the least of a misspelt flag; Megatron's own differ by more
 _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
@@ -27,6 +27,9 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
     "experimental-attention-variant",
     "moe-latent-size",
     "heterogeneous-layers-config-path",
+    "heterogeneous-layers-config-encoded-json",
+    "spec",
+    "softmax-type",
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
     "pipeline-model-parallel-layout",
@@ -35,22 +38,27 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
     "use-megatron-fsdp",
     "use-torch-fsdp2",
 }
+_HARMLESS = {"spec": ("local",), "softmax-type": ("vanilla", "off-by-one")}
+_NOTHING = ("none", "null", "~")  # Python's and YAML's words for a flag that is not given
+_OFF = ("false", "no", "off", "0")
 
 
 class Arguments:
     """Megatron's arguments by flag, without the leading dashes; the last of several values counts."""
 
     def __init__(self, values: Mapping[str, str | None]) -> None:
-        self._values = dict(values)
+        self._values = {
+            flag: value for flag, value in values.items() if (value or "").lower() not in _NOTHING
+        }
         self._asked: set[str] = set()
         for flag in sorted(_UNKNOWN & self._values.keys()):
-            if (self._values[flag] or "").lower() not in ("0", "none", "false"):
+            if (self._values[flag] or "").lower() not in (*_OFF, *_HARMLESS.get(flag, ())):
                 raise OptionError(f"--{flag}: `datastates plan` has no formula for models with it")
 
     def has(self, flag: str) -> bool:
-        """Returns whether a flag without a value is set."""
+        """Returns whether a flag is set, and not to a word for off."""
         self._asked.add(flag)
-        return flag in self._values and (self._values[flag] or "").lower() != "false"
+        return flag in self._values and (self._values[flag] or "").lower() not in _OFF
 
     def text(self, flag: str, default: str) -> str:
         self._asked.add(flag)
@@ -100,22 +108,37 @@ def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
 def _resolved(words: list[str]) -> list[str]:
     """Returns the words with variables that the file itself assigns."""
     known: dict[str, str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        default = match[0] if match[2] is None else match[2]
+        return known.get(match[1] or match[3]) or default
+
     found = []
     for word in words:
-        word = _VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), word)
+        word = _VARIABLE.sub(value, word.removesuffix(";"))
         if (match := _ASSIGNMENT.fullmatch(word)) and not word.startswith("-"):
             known[match[1]] = match[2]
             word = match[2].removeprefix("(")  # `ARGUMENTS=(--num-layers 4)`, or `ARGUMENTS="--num-layers 4"`
+            if not word.startswith("--"):  # is no value of the flag before
+                continue
         # A quoted list of arguments is one word of the file.
         found += word.split() if word.startswith("--") else [word]
     return found
+
+
+def _without_array(word: str) -> str:
+    """Returns a word without the parenthesis of a shell's array before or after it."""
+    opened = word.count("(") - word.count(")")
+    if opened > 0:
+        return word.removeprefix("(")
+    return word.removesuffix(")") if opened < 0 else word
 
 
 def _flags(words: list[str]) -> dict[str, str | None]:
     values: dict[str, str | None] = {}
     current = ""
     for raw in words:
-        word = raw.strip("()")
+        word = _without_array(raw)
         if match := _KEY.fullmatch(word):
             current = match[1].replace("_", "-")
             values[current] = None

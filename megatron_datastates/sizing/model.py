@@ -60,7 +60,37 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
     return found
 
 
+def check_divisions(arguments: Arguments, tensor_parallel: int, expert_parallel: int) -> None:
+    """Raises OptionError if Megatron cannot split the model over its tensor- and expert-parallel ranks."""
+    wholes = [("num-attention-heads", arguments.number("num-attention-heads"))]
+    if arguments.has("padded-vocab-size"):
+        wholes.append(("padded-vocab-size", arguments.number("padded-vocab-size")))
+    if not arguments.has("num-experts"):
+        wholes.append(("ffn-hidden-size", _ffn_size(arguments)))
+    for flag, whole in wholes:
+        if whole % tensor_parallel:
+            raise OptionError(
+                f"--{flag} {whole}: expected a multiple of the tensor-parallel size {tensor_parallel}"
+            )
+    groups = _groups(arguments)
+    if groups % tensor_parallel and tensor_parallel % groups:
+        raise OptionError(
+            f"--num-query-groups {groups}: expected a multiple or a divisor of the tensor-parallel size "
+            f"{tensor_parallel}"
+        )
+    if expert_parallel > 1 and not arguments.has("num-experts"):
+        raise OptionError(f"expert parallel {expert_parallel}: expected a model with --num-experts")
+    if expert_parallel > 1 and (experts := arguments.number("num-experts")) % expert_parallel:
+        raise OptionError(
+            f"--num-experts {experts}: expected a multiple of the expert-parallel size {expert_parallel}"
+        )
+
+
 def _padded_vocabulary(arguments: Arguments, tensor_parallel: int) -> int:
+    if arguments.has("padded-vocab-size"):
+        return arguments.number("padded-vocab-size")
+    if arguments.has("no-pad-vocab-size"):
+        raise OptionError("--no-pad-vocab-size: expected --padded-vocab-size with it, as Megatron does")
     multiple = arguments.number("make-vocab-size-divisible-by", 128) * tensor_parallel
     # The null tokenizers add a token for the end of a document.
     extra = "Null" in arguments.text("tokenizer-type", "")
@@ -73,7 +103,7 @@ def _norm_size(arguments: Arguments) -> int:
 
 def _layers(arguments: Arguments) -> list[Parameters]:
     count = arguments.number("num-layers")
-    experts = arguments.number("num-experts") if arguments.text("num-experts", "None") != "None" else 0
+    experts = arguments.number("num-experts") if arguments.has("num-experts") else 0
     shared = _attention(arguments)
     dense = shared + _mlp(arguments, _ffn_size(arguments))
     if not experts:
@@ -124,11 +154,10 @@ def _product(text: str) -> list[int]:
 def _attention(arguments: Arguments) -> Parameters:
     hidden, heads = arguments.number("hidden-size"), arguments.number("num-attention-heads")
     channels = arguments.number("kv-channels", max(hidden // heads, 1))
-    groups = heads
-    if arguments.has("group-query-attention"):
-        groups = arguments.number("num-query-groups", 1)
     queries, norms = heads * channels, _norm_size(arguments)
-    projected = queries + 2 * groups * channels
+    projected = queries + 2 * _groups(arguments) * channels
+    if arguments.has("attention-output-gate"):
+        projected += queries
     biased = not arguments.has("disable-bias-linear")
     found = Parameters(tensor_parallel=hidden * (projected + queries), tensors=2)
     found += Parameters(
@@ -143,6 +172,12 @@ def _attention(arguments: Arguments) -> Parameters:
     return found
 
 
+def _groups(arguments: Arguments) -> int:
+    if arguments.has("group-query-attention"):
+        return arguments.number("num-query-groups", 1)
+    return arguments.number("num-attention-heads")
+
+
 def _ffn_size(arguments: Arguments) -> int:
     hidden = arguments.number("hidden-size")
     default = int((4 * hidden * 2 / 3) / 64) * 64 if arguments.has("swiglu") else 4 * hidden
@@ -151,8 +186,9 @@ def _ffn_size(arguments: Arguments) -> int:
 
 def _mlp(arguments: Arguments, ffn: int) -> Parameters:
     hidden = arguments.number("hidden-size")
-    first = ffn * (2 if arguments.has("swiglu") else 1)
-    found = Parameters(tensor_parallel=hidden * (first + ffn), tensors=3 if arguments.has("swiglu") else 2)
+    is_gated = arguments.has("swiglu") or arguments.has("quick-geglu")
+    first = ffn * (2 if is_gated else 1)
+    found = Parameters(tensor_parallel=hidden * (first + ffn), tensors=3 if is_gated else 2)
     if not arguments.has("disable-bias-linear"):
         found += Parameters(tensor_parallel=first, replicated=hidden, tensors=2)
     return found
@@ -163,7 +199,7 @@ def _experts(arguments: Arguments, count: int) -> Parameters:
     one = _mlp(arguments, arguments.number("moe-ffn-hidden-size", _ffn_size(arguments)))
     found = Parameters(experts=count * one.stored, tensors=count * one.tensors)
     found += Parameters(replicated=hidden * count, tensors=1)  # the router
-    if arguments.text("moe-shared-expert-intermediate-size", "None") != "None":
+    if arguments.has("moe-shared-expert-intermediate-size"):
         width = arguments.number("moe-shared-expert-intermediate-size")
         found += _mlp(arguments, width)
         if arguments.has("moe-shared-expert-gate"):

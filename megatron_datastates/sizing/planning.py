@@ -11,7 +11,7 @@ import math
 from megatron_datastates.config import GIB
 from megatron_datastates.errors import OptionError
 from megatron_datastates.sizing.arguments import Arguments
-from megatron_datastates.sizing.model import Parameters, stages
+from megatron_datastates.sizing.model import Parameters, check_divisions, stages
 
 HELD_MS, HELD_MICROSECONDS = (
     0.6,
@@ -52,6 +52,17 @@ class Precision:
     optimizer_bytes: int = 12  # float32 parameter and two moments
     distributed: bool = True  # by --use-distributed-optimizer
     by_parameter: bool = False  # fully reshardable: without the copies that tensor-parallel ranks have
+    spreads_weights: bool = True  # over data-parallel ranks; not by --no-ckpt-fully-parallel-save
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Bytes of a pipeline stage, those of weights also on the rank that has most of them, and tensors."""
+
+    weights: int
+    rank_weights: int
+    states: int
+    tensors: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,26 +106,39 @@ def precision_of(arguments: Arguments) -> Precision:
         raise OptionError(f"--optimizer {optimizer}: expected adam or sgd")
     mixed = arguments.has("bf16") or arguments.has("fp16")
     distributed = arguments.has("use-distributed-optimizer")
+    if distributed and optimizer == "sgd":
+        raise OptionError(
+            "--optimizer sgd: Megatron has no distributed optimizer for it; leave out "
+            "--use-distributed-optimizer"
+        )
     states = moments + (1 if mixed or distributed else 0)  # the float32 parameter itself
     if arguments.has("no-save-optim"):
         states = 0
     by_parameter = arguments.has("dist-ckpt-optim-fully-reshardable") or not distributed
-    return Precision(2 if mixed else 4, states * _FLOAT32, distributed, by_parameter)
+    spreads = not arguments.has("no-ckpt-fully-parallel-save")
+    return Precision(2 if mixed else 4, states * _FLOAT32, distributed, by_parameter, spreads)
 
 
-def sizes_of(
-    arguments: Arguments, grid: Grid, precision: Precision
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns bytes of weights and of optimizer state of each pipeline stage, and tensors of each.
+def sizes_of(parts: list[Parameters], grid: Grid, precision: Precision) -> list[Stage]:
+    """Returns the sizes of each pipeline stage."""
+    width = precision.weight_bytes
+    return [
+        Stage(
+            weights=part.stored * width,
+            rank_weights=math.ceil(_rank_parameters(part, grid, precision) * width),
+            states=_states(part, grid, precision) * precision.optimizer_bytes,
+            tensors=part.tensors,
+        )
+        for part in parts
+    ]
 
-    Raises:
-        OptionError: the arguments do not describe a model that the formulas cover.
-    """
-    _check(grid)
-    parts = stages(arguments, grid.tensor, grid.pipeline)
-    weights = [part.stored * precision.weight_bytes for part in parts]
-    states = [_states(part, grid, precision) * precision.optimizer_bytes for part in parts]
-    return weights, states, [part.tensors for part in parts]
+
+def _rank_parameters(part: Parameters, grid: Grid, precision: Precision) -> float:
+    """Returns how many parameters the rank stores that has most of its stage."""
+    if precision.spreads_weights:
+        return part.stored / grid.stage_ranks
+    others = (part.tensor_parallel + part.replicated) / grid.tensor
+    return others + part.experts / (grid.expert * grid.expert_tensor)
 
 
 def _states(part: Parameters, grid: Grid, precision: Precision) -> int:
@@ -136,8 +160,9 @@ def _check(grid: Grid) -> None:
 def plan_arguments(arguments: Arguments, grid: Grid, storage: Storage, copy_rate: float) -> Plan:
     """Returns the plan of a model that Megatron's arguments describe. Raises OptionError."""
     precision = precision_of(arguments)
-    weights, states, tensors = sizes_of(arguments, grid, precision)
+    _check(grid)
     parts = stages(arguments, grid.tensor, grid.pipeline)
+    check_divisions(arguments, grid.tensor, grid.expert)
     notes = [
         "parameters: Megatron's formulas; the padding of buckets and the alignment of files are left out",
         _precision_note(precision),
@@ -145,9 +170,9 @@ def plan_arguments(arguments: Arguments, grid: Grid, storage: Storage, copy_rate
     if precision.by_parameter and precision.distributed:
         notes.append("fully reshardable: Megatron gathers the optimizer state before the save returns")
     layers = arguments.number("num-layers")
-    return _plan(
-        sum(part.stored for part in parts), weights, states, tensors, layers, grid, storage, copy_rate, notes
-    )
+    parameters = sum(part.stored for part in parts)
+    sizes = sizes_of(parts, grid, precision)
+    return _plan(parameters, sizes, layers, grid, precision, storage, copy_rate, notes)
 
 
 def plan_parameters(
@@ -163,10 +188,13 @@ def plan_parameters(
         f"objects and tensors: as of a model with {layers} layers",
         _precision_note(precision),
     ]
-    weights = [round(each * precision.weight_bytes)] * grid.pipeline
-    states = [round(each * precision.optimizer_bytes)] * grid.pipeline
-    tensors = [math.ceil(layers / grid.pipeline) * 12] * grid.pipeline
-    return _plan(parameters, weights, states, tensors, layers, grid, storage, copy_rate, notes)
+    stage = Stage(
+        weights=round(each * precision.weight_bytes),
+        rank_weights=math.ceil(each * precision.weight_bytes / grid.stage_ranks),
+        states=round(each * precision.optimizer_bytes),
+        tensors=math.ceil(layers / grid.pipeline) * 12,
+    )
+    return _plan(parameters, [stage] * grid.pipeline, layers, grid, precision, storage, copy_rate, notes)
 
 
 def _precision_note(precision: Precision) -> str:
@@ -178,30 +206,30 @@ def _precision_note(precision: Precision) -> str:
 
 def _plan(
     parameters: int,
-    weights: list[int],
-    states: list[int],
-    tensors: list[int],
+    sizes: list[Stage],
     layers: int,
     grid: Grid,
+    precision: Precision,
     storage: Storage,
     copy_rate: float,
     notes: list[str],
 ) -> Plan:
     ranks = grid.ranks
     objects = ranks * _RANK_OBJECT_BYTES + layers * _LAYER_OBJECT_BYTES + _COMMON_OBJECT_BYTES
-    total = sum(weights) + sum(states) + objects
-    stage = [weight + state for weight, state in zip(weights, states, strict=True)]
-    largest = max(range(len(stage)), key=lambda number: stage[number])
-    rank_bytes = math.ceil(stage[largest] / grid.stage_ranks + objects / ranks)
+    weights, states = sum(stage.weights for stage in sizes), sum(stage.states for stage in sizes)
+    total = weights + states + objects
+    largest = max(sizes, key=lambda stage: stage.rank_weights + stage.states / grid.stage_ranks)
+    rank_others = largest.states / grid.stage_ranks + objects / ranks
+    rank_bytes = math.ceil(largest.rank_weights + rank_others)
     nodes = math.ceil(ranks / storage.ranks_per_node)
     on_node = min(storage.ranks_per_node, ranks)
-    shared = {"rank": rank_bytes, "node": rank_bytes * on_node, "all": total}[storage.per]
-    # Of its optimizer state a rank has a part of the buckets, and of the weights some tensors.
-    rank_tensors = math.ceil(4 * tensors[largest] / (grid.data * grid.context))
+    node_weights = largest.rank_weights * _ranks_with_weights(on_node, grid, precision)
+    node_bytes = math.ceil(node_weights + rank_others * on_node)
+    shared = {"rank": rank_bytes, "node": node_bytes, "all": total}[storage.per]
+    rank_tensors = _rank_tensors(largest, grid, precision)
     staging = max(math.ceil(rank_bytes / GIB), 1) * GIB
     notes += [
-        "ranks of a stage: Megatron spreads weights over data-parallel ranks (--ckpt-fully-parallel-save, "
-        "its default), evenly",
+        _spread_note(precision),
         f"objects: {_RANK_OBJECT_BYTES >> 10} KiB a rank, {_LAYER_OBJECT_BYTES >> 10} KiB a layer and "
         f"{_COMMON_OBJECT_BYTES >> 10} KiB, as in checkpoints of recipes/pretrain_tiny.py",
         f"held: {HELD_MS:g} ms and {HELD_MICROSECONDS:g} us a tensor, the part of this package, measured on "
@@ -215,8 +243,8 @@ def _plan(
         parameters=parameters,
         ranks=ranks,
         nodes=nodes,
-        weight_bytes=sum(weights),
-        optimizer_bytes=sum(states),
+        weight_bytes=weights,
+        optimizer_bytes=states,
         object_bytes=objects,
         checkpoint_bytes=total,
         largest_rank_bytes=rank_bytes,
@@ -230,6 +258,30 @@ def _plan(
         held_ms=HELD_MS + HELD_MICROSECONDS * rank_tensors / 1000,
         assumptions=notes,
     )
+
+
+def _rank_tensors(stage: Stage, grid: Grid, precision: Precision) -> int:
+    """Returns the tensors of a rank: parts of the buckets of optimizer state, and all or some weights."""
+    replicas = grid.data * grid.context
+    weights = stage.tensors / replicas if precision.spreads_weights else stage.tensors
+    return math.ceil(weights + 3 * stage.tensors / replicas)
+
+
+def _spread_note(precision: Precision) -> str:
+    if not precision.spreads_weights:
+        return "ranks of a stage: the first data-parallel one stores weights (--no-ckpt-fully-parallel-save)"
+    return (
+        "ranks of a stage: Megatron spreads weights over data-parallel ranks (--ckpt-fully-parallel-save, "
+        "its default), evenly"
+    )
+
+
+def _ranks_with_weights(on_node: int, grid: Grid, precision: Precision) -> int:
+    """Returns how many ranks of a node store weights, at most."""
+    if precision.spreads_weights:
+        return on_node
+    of_stage = max(grid.tensor, grid.expert * grid.expert_tensor)
+    return min(on_node, of_stage * math.ceil(on_node / grid.stage_ranks))
 
 
 def _owner(storage: Storage) -> str:

@@ -47,6 +47,8 @@ def planned(arguments: list[str]) -> Plan:
         ["--position-embedding-type", "learned_absolute", "--max-position-embeddings", "1024", *TP2],
         [*EXPERTS, *EP2],
         [*EXPERTS, *PP2],
+        ["--quick-geglu", "--attention-output-gate", *TP2],
+        ["--padded-vocab-size", "4096", "--no-ckpt-fully-parallel-save"],
     ],
     ids=" ".join,
 )

@@ -73,6 +73,44 @@ def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
     assert parameters(words, 2) - parameters(LLAMA_3_8B) == 2 * 4096 * (128512 - 128256)
 
 
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (["--quick-geglu"], 12 * (768 + 1) * 3072),  # another matrix, and its bias
+        (["--attention-output-gate"], 12 * (768 + 1) * 768),
+        (["--padded-vocab-size", "50304"], (50304 - 50257) * 768),
+        (["--padded-vocab-size", "50304", "--no-pad-vocab-size"], (50304 - 50257) * 768),
+        (["--softmax-type", "vanilla", "--spec", "local"], 0),
+    ],
+    ids=str,
+)
+def test_flags_that_change_the_model_count(words: list[str], more: int) -> None:
+    assert parameters([*GPT_2, *words]) == GPT_2_PARAMETERS + more
+
+
+def test_without_the_parallel_save_the_first_data_parallel_rank_stores_the_weights() -> None:
+    plans = [
+        plan_arguments(read_arguments([], [*LLAMA_3_8B, *more]), Grid(data=8), Storage(1e9), 1e9)
+        for more in ([], ["--no-ckpt-fully-parallel-save"])
+    ]
+    assert plans[1].checkpoint_bytes == plans[0].checkpoint_bytes
+    assert plans[1].largest_rank_bytes - plans[0].largest_rank_bytes == pytest.approx(
+        2 * 8_030_261_248 * 7 / 8, abs=1
+    )
+    assert plans[1].write_seconds == pytest.approx(plans[0].write_seconds)  # a node has all ranks
+    assert any("the first data-parallel one stores weights" in text for text in plans[1].assumptions)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sparse"), [("([1]*3+[0]*1)*8", 24), ("([0]*1+[1]*31)", 31), ("[0]*2+[1]*30", 30)]
+)
+def test_patterns_of_experts_may_have_parentheses(pattern: str, sparse: int, tmp_path: Path) -> None:
+    script = shlex.join([*MIXTRAL_8X7B, "--moe-layer-freq"])
+    (tmp_path / "train.sh").write_text(f"ARGS=({script} '{pattern}')\npython pretrain_gpt.py ${{ARGS[@]}}\n")
+    found = stages(read_arguments([tmp_path / "train.sh"], []), 1, 1)[0].experts
+    assert found == sparse * 8 * 3 * 4096 * 14336
+
+
 def test_a_model_stores_14_bytes_for_each_parameter() -> None:
     plan = plan_arguments(read_arguments([], LLAMA_3_8B), Grid(data=8), Storage(1e9), 1e9)
     assert (plan.weight_bytes, plan.optimizer_bytes) == (2 * 8_030_261_248, 12 * 8_030_261_248)
@@ -145,6 +183,26 @@ def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
     assert found.has("swiglu") and not found.has("bf16")
 
 
+@pytest.mark.parametrize("word", ["no", "off", "False", "null", "~", "None", "0"])
+def test_words_for_off_set_nothing(word: str, tmp_path: Path) -> None:
+    flags = ("mtp_num_layers", "multi_latent_attention", "swiglu", "num_experts")
+    (tmp_path / "model.yaml").write_text("".join(f"{flag}: {word}\n" for flag in flags))
+    found = read_arguments([tmp_path / "model.yaml"], GPT_2)
+    assert not found.has("swiglu") and sum(part.stored for part in stages(found, 1, 1)) == GPT_2_PARAMETERS
+
+
+def test_variables_with_defaults_and_several_assignments_in_a_line_are_read(tmp_path: Path) -> None:
+    script = "PP=2; TP=4\nWIDTH=${WIDTH:-512}\nARGS='--swiglu'\nOTHER=0\n"
+    flags = (
+        "--hidden-size $WIDTH --num-layers ${LAYERS:-8} --num-attention-heads ${TP:-2} --ffn-hidden-size $PP"
+    )
+    (tmp_path / "train.sh").write_text(f"{script}python pretrain_gpt.py {flags}; echo done\n")
+    found = read_arguments([tmp_path / "train.sh"], [])
+    names = ("hidden-size", "num-layers", "num-attention-heads", "ffn-hidden-size")
+    assert [found.number(name) for name in names] == [512, 8, 4, 2]
+    assert found.has("swiglu")
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -160,6 +218,25 @@ def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
             "--multi-latent-attention: `datastates plan` has no formula",
         ),
         (["--", *GPT_2, "--mtp-num-layers", "1"], "--mtp-num-layers: `datastates plan` has no formula"),
+        (["--", *GPT_2, "--spec", "package.module", "spec"], "--spec: `datastates plan` has no formula"),
+        (["--", *GPT_2, "--softmax-type", "learnable"], "--softmax-type: `datastates plan` has no formula"),
+        (
+            ["--", *GPT_2, "--heterogeneous-layers-config-encoded-json", "{}"],
+            "--heterogeneous-layers-config-encoded-json: `datastates plan` has no formula",
+        ),
+        (["--", *GPT_2, "--no-pad-vocab-size"], "--no-pad-vocab-size: expected --padded-vocab-size"),
+        (["--tp", "5", "--", *GPT_2], "--num-attention-heads 12: expected a multiple of"),
+        (
+            ["--tp", "3", "--", *GPT_2, "--group-query-attention", "--num-query-groups", "2"],
+            "--num-query-groups 2: expected a multiple or a divisor",
+        ),
+        (["--tp", "4", "--", *GPT_2, "--ffn-hidden-size", "6"], "--ffn-hidden-size 6: expected a multiple"),
+        (["--ep", "16", "--dp", "16", "--", *MIXTRAL_8X7B], "--num-experts 8: expected a multiple of"),
+        (["--ep", "2", "--dp", "2", "--", *GPT_2], "expert parallel 2: expected a model with --num-experts"),
+        (
+            ["--", *GPT_2, "--optimizer", "sgd", "--use-distributed-optimizer"],
+            "--optimizer sgd: Megatron has no distributed optimizer for it",
+        ),
         (["--", *GPT_2, "--optimizer", "muon"], "--optimizer muon: expected adam or sgd"),
         (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "__import__('os')"], "--moe-layer-freq"),
         (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "[1]*31"], "with 32 elements"),
@@ -168,7 +245,10 @@ def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
         (["--params", "7B", "--rate", "0"], "expected a rate above 0"),
         (["--params", "7B", "--rate", "10"], "and its unit, such as 2GB/s"),
         (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
-        (["--params", "7B", "--iteration-seconds", "0"], "--iteration-seconds 0"),
+        *(
+            (["--params", "7B", "--iteration-seconds", seconds], f"--iteration-seconds {seconds}: expected")
+            for seconds in ("0", "nan", "inf", "1e-300")
+        ),
         (["--arguments", "none.sh"], "none.sh: No such file or directory"),
         (["--", *GPT_2, "--swigluu"], "--swigluu: no such argument of Megatron; did you mean --swiglu?"),
         (["--", *GPT_2, "--rate", "1GB/s"], "--rate is an option of `datastates plan`: give it before `--`"),
