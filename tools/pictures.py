@@ -1,7 +1,8 @@
 """Makes the pictures of docs/pictures: what each command prints in a terminal of 80 columns.
 
     tools/pictures.py            # trains a tiny run on the CPU for that (a minute), and replaces all pictures
-    tools/pictures.py --check    # says which pictures are missing or show a command line that is refused
+    tools/pictures.py --check    # says which pictures are missing or show a command line that is refused, and
+                                 # whether what needs no run still prints what they show
 
 A picture is an SVG file of a few kB, text and nothing else: its title is the command line.
 """
@@ -44,6 +45,7 @@ PICTURES = {  # in the order in which they are run
     "report": "report report.jsonl",
     "options": "options",
 }
+WITHOUT_A_RUN = ("plan", "options")
 PLOTS = ("diff.png", "trend.png")
 TRAINING = (
     "--num-layers 4 --hidden-size 64 --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -157,6 +159,16 @@ def check(folder: Path) -> Iterator[str]:
         why = refused(app.commands, shlex.split(words)[1:])
         if why:
             yield f"{path} shows {words!r}, which is refused: {why}"
+        elif command in WITHOUT_A_RUN and not is_current(command, path):
+            yield f"{path} shows other lines than {words!r} prints: run tools/pictures.py"
+
+
+def is_current(command: str, path: Path) -> bool:
+    """Returns whether the command still prints what its picture shows."""
+    from tests.support.terminal import in_terminal
+
+    _, lines = in_terminal(PICTURES[command], ROOT)
+    return drawn(PICTURES[command], lines) == path.read_text(encoding="utf-8")
 
 
 def refused(commands: Mapping[str, Command], words: list[str]) -> str:

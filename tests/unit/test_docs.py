@@ -167,6 +167,7 @@ def test_pictures_that_are_out_of_date_are_named(tmp_path: Path) -> None:
     for command, before, after in (
         ("verify", "--all", "--every"),
         ("plan", "plan --params", "guess --params"),
+        ("options", "--datastates-lazy", "--datastates-crazy"),
     ):
         path = folder / f"{command}.svg"
         path.write_text(path.read_text().replace(before, after))
@@ -175,6 +176,7 @@ def test_pictures_that_are_out_of_date_are_named(tmp_path: Path) -> None:
     assert "ls.svg is missing: run tools/pictures.py" in checked.stderr
     assert "which is refused: No such option '--every'" in checked.stderr
     assert "which is refused: there is no command 'guess'" in checked.stderr
+    assert "options.svg shows other lines than 'datastates options' prints" in checked.stderr
 
 
 def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
