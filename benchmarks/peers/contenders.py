@@ -107,7 +107,8 @@ class DcpAsync(Dcp):
         self, settings: str, stager: Callable[[], Any], is_new: bool = True, in_process: bool = False
     ) -> None:
         super().__init__()
-        self.facts = Facts(f"{settings}, {Dcp.facts.settings}", SYNCS_FILES)
+        made = ", a new stager in each timed call" if is_new else ""
+        self.facts = Facts(f"{settings}{made}, {Dcp.facts.settings}", SYNCS_FILES)
         self._make, self._is_new, self._in_process = stager, is_new, in_process
         self._stager = stager()
         self._group = dist.new_group(backend="gloo")  # its collectives run in a thread
