@@ -110,19 +110,22 @@ def _resolved(words: list[str]) -> list[str]:
     known: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:
-        default = match[0] if match[2] is None else match[2]
-        return known.get(match[1] or match[3]) or default
+        name, default = match[1] or match[3], match[2]
+        return known.get(name, match[0]) if default is None else known.get(name) or default
 
     found = []
     for word in words:
         word = _VARIABLE.sub(value, word.removesuffix(";"))
-        if (match := _ASSIGNMENT.fullmatch(word)) and not word.startswith("-"):
-            known[match[1]] = match[2]
-            word = match[2].removeprefix("(")  # `ARGUMENTS=(--num-layers 4)`, or `ARGUMENTS="--num-layers 4"`
-            if not word.startswith("--"):  # is no value of the flag before
-                continue
-        # A quoted list of arguments is one word of the file.
-        found += word.split() if word.startswith("--") else [word]
+        assigned = None if word.startswith("-") else _ASSIGNMENT.fullmatch(word)
+        if assigned:
+            known[assigned[1]] = assigned[2]
+            word = assigned[2].removeprefix("(")
+        # ARGUMENTS=(--num-layers 4), and ARGUMENTS="--num-layers 4": a quoted list is one word of the file.
+        parts = word.split()
+        if next((part for part in parts if not part.startswith("$")), "").startswith("--"):
+            found += parts
+        elif not assigned:  # else it would be the value of a flag before it
+            found.append(word)
     return found
 
 

@@ -192,7 +192,10 @@ def test_words_for_off_set_nothing(word: str, tmp_path: Path) -> None:
 
 
 def test_variables_with_defaults_and_several_assignments_in_a_line_are_read(tmp_path: Path) -> None:
-    script = "PP=2; TP=4\nWIDTH=${WIDTH:-512}\nARGS='--swiglu'\nOTHER=0\n"
+    script = (
+        "PP=2; TP=4\nWIDTH=${WIDTH:-512}\nARGS='--swiglu'\nOTHER=0\nEMPTY=\n"
+        'MORE="\n  --bf16\n  --fp16"\nMORE="$MORE --quick-geglu"\nEMPTY="$EMPTY --add-qkv-bias"\n'
+    )
     flags = (
         "--hidden-size $WIDTH --num-layers ${LAYERS:-8} --num-attention-heads ${TP:-2} --ffn-hidden-size $PP"
     )
@@ -200,7 +203,7 @@ def test_variables_with_defaults_and_several_assignments_in_a_line_are_read(tmp_
     found = read_arguments([tmp_path / "train.sh"], [])
     names = ("hidden-size", "num-layers", "num-attention-heads", "ffn-hidden-size")
     assert [found.number(name) for name in names] == [512, 8, 4, 2]
-    assert found.has("swiglu")
+    assert all(found.has(flag) for flag in ("swiglu", "bf16", "fp16", "quick-geglu", "add-qkv-bias"))
 
 
 @pytest.mark.parametrize(
