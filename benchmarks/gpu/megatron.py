@@ -45,7 +45,7 @@ def measure_megatron(part: Part) -> None:
     _join_world(part)
     # In host memory at once: our two pools, what Megatron's ways copy, and the page cache that they fill.
     wanted = [8 * MIB] if part.is_small else [GIB, 2 * GIB]
-    sizes, sizes_left_out = fitting(wanted, part.device, part.folder, host_copies=7.0)
+    sizes, sizes_left_out = fitting(wanted, part.device, part.folder, host_copies=6.0)
     shard = make_shard(sizes[-1], 30 if part.is_small else 600)
     state = {key: _parameter(tensor) for key, tensor in shard.items()}
     part.report(bytes=bytes_of(state), tensors=len(state), tensors_left_to_the_fence=_count_lazy(state))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -134,21 +133,18 @@ def all_ways(device: Device) -> tuple[list[Way], dict[str, str]]:
         inner = strategy.TrainingSaveStrategy(options=device.options())
         return FullyParallelSaveStrategyWrapper(inner, do_cache_distribution=True)
 
-    persistent = functools.partial(AsyncCallsQueue, persistent=True)
     ways = [
         Way("datastates", ours(), AsyncCallsQueue(), fence=before_step),
         Way("datastates_sync", ours()),
         Way("torch_dist_sync", theirs()),
         Way("torch_dist_sync_2_threads", theirs(2)),
-        Way("torch_dist_async_fork", theirs(), AsyncCallsQueue()),
-        Way("torch_dist_async_fork_2_threads", theirs(2), AsyncCallsQueue()),
-        Way("torch_dist_async_persistent", theirs(), persistent(), has_worker=True),
-        Way("torch_dist_async_persistent_2_threads", theirs(2), persistent(), has_worker=True),
+        Way("torch_dist_async_fork", theirs(2), AsyncCallsQueue()),
+        Way("torch_dist_async_persistent", theirs(2), AsyncCallsQueue(persistent=True), has_worker=True),
     ]
     try:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue as NvrxQueue
     except ImportError as error:
         return ways, {"torch_dist_async_nvrx": f"nvidia-resiliency-ext is not there ({error})"}
     queue = NvrxQueue(persistent=True)
-    ways.append(Way("torch_dist_async_nvrx", theirs(), queue, async_strategy="nvrx", has_worker=True))
+    ways.append(Way("torch_dist_async_nvrx", theirs(2), queue, async_strategy="nvrx", has_worker=True))
     return ways, {}

@@ -134,8 +134,7 @@ def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> Non
     assert parts["loads"]["to_device_gb_per_s"] > 0 < parts["loads"]["to_host_gb_per_s"]
     megatron = parts["megatron"]
     assert megatron["tensors_left_to_the_fence"] == megatron["tensors"]
-    kinds = ("sync", "async_fork", "async_persistent")
-    stock = {f"torch_dist_{kind}{threads}" for kind in kinds for threads in ("", "_2_threads")}
+    stock = {f"torch_dist_{way}" for way in ("sync", "sync_2_threads", "async_fork", "async_persistent")}
     assert stock | {"datastates", "datastates_sync"} <= megatron["ways"].keys()
     assert megatron["ways"].keys() == megatron["without_synchronize"].keys()
     assert stock <= megatron["ratios"].keys()
