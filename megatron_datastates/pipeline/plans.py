@@ -19,7 +19,7 @@ from megatron_datastates.format.values import DTYPES, Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
-from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors
+from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors, bad_mutability
 from megatron_datastates.providers.collect import Collected
 from megatron_datastates.providers.tensors import dtype_name, reach
 
@@ -92,7 +92,14 @@ class Structure:
         ]
 
     def eager(self) -> list[bool]:
-        """Returns, for each tensor, whether it has to be copied before the save returns."""
+        """Returns, for each tensor, whether it has to be copied before the save returns.
+
+        Raises:
+            OptionError: what a provider passed as a mutability is none.
+        """
+        for key, mutability in zip(self.keys, self.mutability, strict=True):
+            if not isinstance(mutability, Mutability):
+                raise bad_mutability(repr(key), mutability)
         return [mutability is Mutability.NOW for mutability in self.mutability]
 
     def devices(self) -> list[int | None]:
@@ -290,6 +297,7 @@ def plan_state(
 
     Raises:
         MismatchError: a tensor cannot be stored as its place says.
+        OptionError: as Structure.eager.
         FormatError: as plan_layout.
     """
     structure = structure_of(tensors, description)
@@ -364,7 +372,7 @@ class Plans:
 
         Raises:
             MismatchError: as plan_state and locate.
-            FormatError: as plan_state.
+            OptionError, FormatError: as plan_state.
         """
         seen: Described | None = tensors.described
         if seen is None:

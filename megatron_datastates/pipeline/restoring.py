@@ -60,7 +60,9 @@ class PrefixReader:
 
     def below(self, name: str) -> PrefixReader:
         """See StateReader."""
-        return PrefixReader(self._checkpoint, f"{self._prefix}{name}".removesuffix("."))
+        below = PrefixReader(self._checkpoint, name)
+        below._prefix = self._prefix + below._prefix
+        return below
 
 
 def _place_and_tensor(target: torch.Tensor | TensorSource) -> tuple[Place, torch.Tensor]:

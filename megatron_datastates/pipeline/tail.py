@@ -25,7 +25,14 @@ from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
 from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
 from megatron_datastates.plan.layout import align_up
-from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource, Write
+from megatron_datastates.providers.base import (
+    CopyBudget,
+    Encoding,
+    Mutability,
+    TailSource,
+    Write,
+    bad_mutability,
+)
 from megatron_datastates.providers.collect import Collected, Empty, Part
 from megatron_datastates.providers.objects import ObjectSource, check_pickle, nothing
 
@@ -86,6 +93,7 @@ class Tail:
 
         Raises:
             ProviderError: a source of a named provider raised an exception; of others, that exception.
+            OptionError: the mutability of one is none.
         """
         self.parts = state.parts  # not `state`: its tensors are the trainer's
         budget = CopyBudget(_SNAPSHOT_BYTES)
@@ -97,6 +105,8 @@ class Tail:
                 (self._now if snapshot is None else others).append(_Pending(key, snapshot or source, number))
             else:
                 is_fenced = source.mutability is Mutability.AT_FENCE
+                if not is_fenced and source.mutability is not Mutability.NEVER:
+                    raise bad_mutability(repr(key), source.mutability)
                 (self._later if is_fenced else others).append(_Pending(key, source, number))
         if not self._later:
             self._read.set()

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from megatron_datastates.errors import OptionError
 from megatron_datastates.format.tail import Kind
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ class Mutability(enum.Enum):
     NOW = "may change as soon as the save returns"  # so they are copied or serialized before it returns
     AT_FENCE = "do not change before the next fence"  # copied while the trainer runs on to the fence
     NEVER = "never change"  # nobody else has them: copied at any time
+
+
+def bad_mutability(what: str, found: object) -> OptionError:
+    """Returns the error of a value that is no Mutability."""
+    return OptionError(
+        f"the mutability of {what} is {found!r}: expected Mutability.NOW, Mutability.AT_FENCE or "
+        "Mutability.NEVER (megatron_datastates.providers.Mutability)"
+    )
 
 
 class Place(NamedTuple):

@@ -19,7 +19,7 @@ from megatron_datastates.providers.base import (
     StateReader,
     Tensors,
 )
-from megatron_datastates.providers.collect import collect, renamed
+from megatron_datastates.providers.collect import collect, kind_of, renamed
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import is_frozen
 
@@ -44,15 +44,25 @@ class Shard(NamedTuple):
         return Place(whole, offset, shape)
 
 
+def _is_inner(value: Any) -> bool:
+    """Returns whether a value is a mapping whose own values have names: it has some, and is no provider."""
+    return _is_mapping(value) and bool(value)
+
+
+def _is_mapping(value: Any) -> bool:
+    return type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, StateProvider))
+
+
 def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for each value of nested mappings; a name joins the keys that lead to it by dots.
 
     An empty mapping is a value itself, and so are lists, tuples and state providers.
 
     Raises:
-        MismatchError: this is no mapping, or a key is neither a str nor an int.
+        MismatchError: this is no mapping, a key is neither a str nor an int, or a state provider's name is
+            empty.
     """
-    if not isinstance(state, Mapping):
+    if not _is_mapping(state):
         raise MismatchError(
             f"expected nested mappings, such as {{'model': model.state_dict()}}, found a "
             f"{type(state).__qualname__}"
@@ -64,8 +74,13 @@ def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
                 f"{repr(prefix) if prefix else 'its outermost mapping'}: expected str or int; rename it"
             )
         name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping) and value:
+        if _is_inner(value):
             yield from leaves(value, name)
+        elif not name and isinstance(value, StateProvider):
+            raise MismatchError(
+                f"the state has a {kind_of(value)} under the key '': expected a name for the state provider, "
+                "which its keys begin with; rename the key"
+            )
         else:
             yield name, value
 
@@ -75,8 +90,7 @@ def map_leaves(state: Mapping[Any, Any], value_of: Callable[[str], Any], prefix:
     found = {}
     for key, value in state.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        is_inner = isinstance(value, Mapping) and value
-        found[key] = map_leaves(value, value_of, name) if is_inner else value_of(name)
+        found[key] = map_leaves(value, value_of, name) if _is_inner(value) else value_of(name)
     return found
 
 
@@ -147,7 +161,7 @@ class NamedState:
 def _replace_objects(state: Mapping[Any, Any], read: Callable[[str], Any], prefix: str = "") -> None:
     for key, value in state.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping) and value:
+        if _is_inner(value):
             _replace_objects(value, read, name)
         elif not isinstance(value, Shard | torch.Tensor | StateProvider):
             if not isinstance(state, MutableMapping):
@@ -185,7 +199,7 @@ def tree_of(
     Raises:
         MismatchError: as `named_values`.
     """
-    if not isinstance(state, Mapping) and isinstance(state, StateProvider):
+    if type(state) is not dict and isinstance(state, StateProvider):
         return {"": state}
     found: dict[str, StateProvider] = {"": NamedState(state, mutability)}
     found.update((name, value) for name, value in leaves(state) if isinstance(value, StateProvider))

@@ -39,6 +39,7 @@ from megatron_datastates.providers.base import (
     Tensors,
     TensorSource,
     Write,
+    bad_mutability,
 )
 from megatron_datastates.providers.collect import kind_of, notes_of
 from megatron_datastates.providers.named import Tree
@@ -241,6 +242,8 @@ class _Around:
     """What transformations share: they change the entries of an inner provider, or of a tree of providers."""
 
     def __init__(self, inner: StateProvider | Mapping[Any, Any], mutability: Mutability) -> None:
+        if not isinstance(mutability, Mutability):
+            raise bad_mutability("a mapping's tensors", mutability)
         self.inner: StateProvider = inner if isinstance(inner, StateProvider) else Tree(inner, mutability)
 
     def _entries(self) -> Iterator[TensorSource | TailSource]:
@@ -270,7 +273,7 @@ class Compressed(_Around):
 
     Raises:
         MissingPackageError: the package zstandard is not installed.
-        OptionError: there is no such level.
+        OptionError: there is no such level, or `mutability` is none.
     """
 
     def __init__(
@@ -314,7 +317,7 @@ class Cast(_Around):
         mutability: how long the tensors of a mapping stay unchanged.
 
     Raises:
-        OptionError: `dtype` is not a floating-point dtype.
+        OptionError: `dtype` is not a floating-point dtype, or `mutability` is none.
     """
 
     def __init__(

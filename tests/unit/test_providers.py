@@ -14,7 +14,13 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import KIB, MIB
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import MissingKeyError, ProviderError, SaveFailedError
+from megatron_datastates.errors import (
+    MismatchError,
+    MissingKeyError,
+    OptionError,
+    ProviderError,
+    SaveFailedError,
+)
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import (
     Entry,
@@ -26,6 +32,8 @@ from megatron_datastates.providers.base import (
 )
 from megatron_datastates.providers.collect import kind_of, named
 from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.streams import StreamSource
+from megatron_datastates.providers.transforms import Cast, Compressed
 from tests.unit.states import new_saver
 
 NOW, AT_FENCE, NEVER = Mutability
@@ -59,6 +67,81 @@ def test_a_provider_sees_nothing_of_one_whose_name_begins_with_its_own(tmp_path:
     found = {"data": Counter(), "data2.x": Counter()}
     ds.load(tmp_path / "c", into={**found})
     assert [one.position["step"] for one in found.values()] == [0, 2]
+
+
+def test_a_dot_at_the_end_of_a_name_belongs_to_it(tmp_path: Path) -> None:
+    saved, found = Counter(), Counter()
+    saved.position["step"] = 1
+    ds.save({"c": Compressed({"a.": saved})}, tmp_path)
+    ds.load(tmp_path, into={"c": Compressed({"a.": found})})
+    assert found.position == saved.position
+
+
+@pytest.mark.parametrize("wrap", [dict, Compressed], ids=["plain", "in a transformation"])
+def test_a_provider_without_a_name_is_refused(tmp_path: Path, wrap: Any) -> None:
+    with pytest.raises(SaveFailedError, match=r"has a Counter under the key '': .*rename the key"):
+        ds.save(wrap({"": Counter(), "w": torch.ones(3)}), tmp_path)
+
+
+class Table(dict[str, int]):
+    """A provider that is a mapping, too."""
+
+    def entries(self) -> Iterator[Entry]:
+        yield ObjectSource("items", dict(self))
+
+    def restore(self, reader: StateReader) -> None:
+        self.update(reader.read_object("items"))
+
+
+@pytest.mark.parametrize("wrap", [dict, Compressed], ids=["plain", "in a transformation"])
+def test_a_provider_that_is_a_mapping_is_a_provider(tmp_path: Path, wrap: Any) -> None:
+    ds.save({"p": wrap({"t": Table(a=1)})}, tmp_path)
+    assert ds.load(tmp_path) == {"p.t.items": {"a": 1}}
+    found = Table(b=2)
+    assert ds.load(tmp_path, into={"p": wrap({"t": found})})["p"]
+    assert found == {"a": 1, "b": 2}
+
+
+class Yields:
+    """A provider of one entry."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def entries(self) -> Iterator[Entry]:
+        yield self.entry
+
+    def restore(self, reader: StateReader) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.parametrize("compress", [0, 1])
+@pytest.mark.parametrize("mutability", ["NOW", 1, None])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(TensorSource, torch.ones(3)), (ObjectSource, [1]), (StreamSource, lambda write: None)],
+    ids=["tensor", "object", "stream"],
+)
+def test_what_is_no_mutability_fails_the_save(
+    tmp_path: Path, kind: Any, value: Any, mutability: Any, compress: int
+) -> None:
+    with pytest.raises(
+        SaveFailedError, match=f"mutability of 'p.x' is {mutability!r}: expected Mutability.NOW"
+    ):
+        ds.save({"p": Yields(kind("x", value, mutability))}, tmp_path, compress=compress)
+
+
+@pytest.mark.parametrize("transform", [Compressed, lambda *a, **k: Cast(*a, torch.bfloat16, **k)])
+def test_transformations_refuse_what_is_no_mutability(transform: Any) -> None:
+    with pytest.raises(OptionError, match="mutability of a mapping's tensors is 'NOW'"):
+        transform({"x": torch.ones(3)}, mutability="NOW")
+
+
+def test_the_outermost_mapping_may_be_a_provider_of_a_save_only(tmp_path: Path) -> None:
+    ds.save(Table(a=1), tmp_path)
+    assert ds.load(tmp_path) == {"items": {"a": 1}}
+    with pytest.raises(MismatchError, match=r"expected nested mappings, .* found a Table"):
+        ds.load(tmp_path, into=Table(a=0))
 
 
 def test_a_users_provider_is_saved_and_restored_under_its_name(tmp_path: Path) -> None:
