@@ -87,7 +87,7 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
     stack = key[state.end() if state else 0 : found.end("stack")]
     if found["number"] is not None:
         return [Part(key, (stack, int(found["number"])), whole, shape, False)]
-    if not shape or shape[0] > _MOST_LAYERS:
+    if not shape or not 0 < shape[0] <= _MOST_LAYERS:
         return [Part(key, None, whole, shape, False)]
     before, after = key[: found.end()], key[found.end() :]
     return [

@@ -132,6 +132,11 @@ def _refuse_endless(directory: Path, above: Set[str]) -> None:
 
 def _require_coverage(source: Source) -> None:
     faults = [fault for key, entry in source.tensors.items() for fault in coverage_faults(key, entry)]
+    for key, entry in source.tensors.items():
+        if not len(entry.offsets) and 0 in entry.global_shape:  # nothing of it would be written
+            faults.append(
+                f"tensor {key!r} of shape {entry.global_shape} has no fragment, expected an empty one"
+            )
     if faults:
         raise FormatError(f"{source.directory} is damaged: {'; '.join(faults[:_MOST_FAULTS_LISTED])}")
 

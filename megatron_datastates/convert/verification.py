@@ -27,6 +27,7 @@ def verify_conversion(plan: Plan, window_bytes: int, numbers: Sequence[int], wor
         CorruptDataError: they differ, or the source does not match its own checksums.
     """
     written = open_source(plan.work_directory)
+    _compare_tensors(plan.source, written)
     workers.run(
         numbers, lambda n: _compare(plan.source, written, plan.files[n], window_bytes, workers.progress)
     )
@@ -40,6 +41,17 @@ def _difference(what: str) -> CorruptDataError:
         f"{what} differs from its source when read back, so nothing was published: check the disk, and "
         "that nothing else writes to the source, and convert again"
     )
+
+
+def _compare_tensors(source: Source, written: Source) -> None:
+    """Compares keys, dtypes and shapes, also of tensors that have no fragment in any file."""
+    before, after = (
+        {key: (entry.dtype, entry.global_shape) for key, entry in one.tensors.items()}
+        for one in (source, written)
+    )
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            raise _difference(f"tensor {key!r}")
 
 
 def _compare(

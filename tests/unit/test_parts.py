@@ -18,6 +18,11 @@ def test_a_numbered_key_is_one_layers_whole_tensor():
     assert (part.layer, part.shape, part.stacked) == (("mtp.layers", 3), (8, 4), False)
 
 
+def test_a_stack_of_no_layers_is_one_part():
+    (part,) = parts_of("decoder.layers.w", (0, 3))
+    assert (part.name, part.shape, part.stacked) == ("decoder.layers.w", (0, 3), False)
+
+
 @pytest.mark.parametrize("key", ["output_layer.weight", "decoder.sublayers.weight", "embedding.weight"])
 def test_a_key_without_layers_belongs_to_none(key: str):
     (part,) = parts_of(key, (8, 4))

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job, limits
+from megatron_datastates.convert import job, limits, planning
 from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import Plan, plan_conversion
@@ -70,6 +70,24 @@ def test_a_file_that_is_not_metadata_is_refused(data: bytes, tmp_path: Path) -> 
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(FormatError, match=r"\.metadata is"):
         open_source(tmp_path)
+
+
+def test_a_tensor_without_a_fragment_is_refused(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "source", {"w": torch.ones(3), "none": torch.empty(0, 3)})
+    rewrite(tmp_path / "source", lambda metadata: metadata.state_dict_metadata["none"].chunks.clear())
+    with pytest.raises(FormatError, match=r"'none' of shape \(0, 3\) has no fragment, expected an empty one"):
+        convert_to(tmp_path / "source", tmp_path / "ours")
+
+
+def test_verification_misses_tensors_that_were_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", {"w": torch.ones(3), "none": torch.empty(0, 3)})
+    rewrite(tmp_path / "source", lambda metadata: metadata.state_dict_metadata["none"].chunks.clear())
+    monkeypatch.setattr(planning, "_require_coverage", lambda source: None)
+    plan = plan_conversion(open_source(tmp_path / "source"), tmp_path / "ours")
+    with pytest.raises(CorruptDataError, match="tensor 'none' differs"):
+        convert(plan, LEAST, verify=True)
 
 
 def rewrite(directory: Path, change: Callable[[Any], None]) -> None:

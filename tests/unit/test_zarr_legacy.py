@@ -117,6 +117,20 @@ def test_tensors_without_axes_or_elements_are_read(tmp_path):
     source.require_files()
 
 
+@pytest.mark.parametrize("verify", [[], ["--verify"]], ids=["", "verified"])
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
+def test_tensors_without_elements_are_converted(format: str, verify: list[str], tmp_path):
+    tensors = {"none": (torch.empty(0, 3), (1, 3)), "wide": (torch.empty(4, 0, 5), (2, 1, 5))}
+    write_checkpoint(tmp_path / "ck", tensors, {}, {})
+    source = tmp_path / "ck"
+    for target in (tmp_path / "once", tmp_path / "twice"):
+        code, _, reported = run("convert", source, target, "--to", format, *verify)
+        assert code == 0, reported
+        found = {key: entry.global_shape for key, entry in open_source(target).tensors.items()}
+        assert found == {"none": (0, 3), "wide": (4, 0, 5)}
+        source = target
+
+
 def test_objects_are_given_as_later_formats_have_them(legacy):
     source = open_source(legacy)
     for key, value in OBJECTS.items():

@@ -87,7 +87,10 @@ class _ArrayStore(LocalStore):
 
 @dataclasses.dataclass(frozen=True)
 class ZarrTensor:
-    """See SourceTensor. The fragments are the chunks, in row-major order of the grid."""
+    """See SourceTensor. The fragments are the chunks, in row-major order of the grid.
+
+    A tensor without elements has no chunks: it is one fragment without elements, or it would be lost.
+    """
 
     path: Path
     array: zarr.Array[Any]
@@ -103,6 +106,8 @@ class ZarrTensor:
 
     @functools.cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
+        if 0 in self.global_shape:
+            return np.zeros((1, len(self.global_shape)), np.int64)
         pairs = zip(self.global_shape, self.chunk_shape, strict=True)
         grid = tuple(-(-size // chunk) for size, chunk in pairs)
         if math.prod(grid) > _MOST_CHUNKS_MISSING:
@@ -114,6 +119,8 @@ class ZarrTensor:
     @functools.cached_property
     def shapes(self) -> npt.NDArray[np.int64]:
         left = np.array(self.global_shape, np.int64) - self.offsets
+        if 0 in self.global_shape:
+            return left
         shapes: npt.NDArray[np.int64] = np.minimum(left, np.array(self.chunk_shape, np.int64))
         return shapes
 
