@@ -262,6 +262,7 @@ class StatePlan:
     eager: npt.NDArray[np.bool_]  # copied before the save returns; the others are lazy
     on_device: npt.NDArray[np.bool_]
     tail_bytes: int = 0  # of the last save: a guess for the next
+    names: list[str] | None = None  # of the providers whose keys were compared with the rest (check_names)
     checked: Words | None = None  # addresses at which all tensors were inside their storages
 
     @property

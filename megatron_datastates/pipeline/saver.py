@@ -37,7 +37,7 @@ from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.pipeline.warm_up import AtFirstFences
 from megatron_datastates.providers.base import Mutability, StateProvider
-from megatron_datastates.providers.collect import Collected, collect
+from megatron_datastates.providers.collect import Collected, check_names, collect
 from megatron_datastates.providers.transforms import sampled
 
 logger = logging.getLogger(__name__)
@@ -253,6 +253,10 @@ class Saver:
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
         plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
+        names = [part.name for part in state.parts]
+        if plan.names != names:  # once for each structure: it takes time for each key
+            check_names(state)
+            plan.names = names
         return plan, memory, state
 
     def _least_stable(self) -> int | None:

@@ -97,6 +97,30 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
     return state
 
 
+def check_names(state: Collected) -> None:
+    """Checks that no key of the state itself is under the name of a provider: no load tells them apart.
+
+    Megatron does not find keys that are under a provider's name (mcore/load/reader.py).
+
+    Raises:
+        ProviderError: one is.
+    """
+    named = {f"{part.name}.": part for part in state.parts if part.name}
+    own = next((part for part in state.parts if not part.name), None)
+    if not named or own is None:
+        return
+    prefixes = tuple(named)
+    tensors = state.tensors.keys[own.first_tensor : own.end_tensor]
+    for key in chain(tensors, state.tail_keys[own.first_tail : own.end_tail]):
+        if key.startswith(prefixes):
+            part = next(part for prefix, part in named.items() if key.startswith(prefix))
+            raise ProviderError(
+                f"the state provider {part.name!r} ({part.kind}) has the name that {key!r} begins with, a "
+                "key of the rest of the state: expected a name that no other key begins with; rename the "
+                "provider"
+            )
+
+
 def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     for entry in provider.entries():
         if type(entry) is ObjectSource:  # first: a model may have several for each layer

@@ -83,6 +83,20 @@ def test_a_provider_without_a_name_is_refused(tmp_path: Path, wrap: Any) -> None
         ds.save(wrap({"": Counter(), "w": torch.ones(3)}), tmp_path)
 
 
+@pytest.mark.parametrize("beside", [{"data.w": torch.ones(3)}, {"data.o": 1}], ids=["tensor", "object"])
+def test_a_provider_whose_name_begins_a_key_of_the_state_fails_every_save(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    (key,) = beside
+    ds.save({"data2": Counter(), **beside}, tmp_path)
+    for _ in range(2):  # the second save finds the plan of the first
+        with pytest.raises(
+            SaveFailedError, match=rf"provider 'data' \(Counter\) has the name that '{key}' begins"
+        ):
+            ds.save({"data": Counter(), **beside}, tmp_path)
+    ds.save({"data.w.x": Counter(), **beside}, tmp_path)
+
+
 class Table(dict[str, int]):
     """A provider that is a mapping, too."""
 
