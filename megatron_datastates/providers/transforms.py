@@ -50,6 +50,7 @@ from megatron_datastates.providers.tensors import dtype_name, reach
 logger = logging.getLogger(__name__)
 _PART_BYTES = 1 << 20  # of a tensor, in host memory at a time
 _HIGHEST_LEVEL = 19
+_NO_NUMBERS = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # no sign and no zero; two numbers in a byte
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,12 +101,36 @@ class EncodedTensor:
         """Passes on the stored elements, row-major. DataStatesError: they have changed too early."""
         tensor = self.source.tensor
         for number, part in enumerate(_parts(tensor, _PART_BYTES // tensor.element_size())):
-            write(_host_bytes(part, self.dtype, self.written_after))
+            write(self._host_bytes(part))
             if self.samples is not None and not self.samples.are_same(number):
                 raise DataStatesError(
                     f"tensor {self.key!r} changed too early: before it was read to be cast or compressed. "
                     "Call the fence first, before anything changes it"
                 )
+
+    def _host_bytes(self, part: torch.Tensor) -> memoryview:
+        if part.is_cuda:
+            part = _READER.read(part, self.written_after)
+        stored = part.to(self.dtype).contiguous().resolve_conj().resolve_neg()
+        if self.dtype is not self.source.tensor.dtype:
+            _check_finite(self.key, part, stored)
+        return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+
+
+def _check_finite(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:
+    """Raises MismatchError if a finite number is infinite, or no number, as it is stored."""
+    if not values.numel():
+        return
+    low, high = values.aminmax()  # far faster than `isfinite`
+    most = torch.finfo(stored.dtype).max
+    if -most <= low.item() and high.item() <= most:
+        return
+    lost = values.isfinite() & ~stored.double().isfinite()
+    if lost.any():
+        raise MismatchError(
+            f"tensor {key!r} cannot be cast to {dtype_name(stored.dtype)}: {values[lost][0].item():g} is too "
+            f"large, expected at most {most:g}; choose another dtype, or patterns that leave this tensor out"
+        )
 
 
 def sampled(source: TailSource) -> TailSource:
@@ -167,13 +192,6 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         rows = max(most // max(tensor[0].numel(), 1), 1)
         for part in tensor.split(rows):
             yield from _parts(part[0], most) if part.numel() > most else [part]
-
-
-def _host_bytes(part: torch.Tensor, dtype: torch.dtype, written_after: Any) -> memoryview:
-    if part.is_cuda:
-        part = _READER.read(part, written_after)
-    stored = part.to(dtype).contiguous().resolve_conj().resolve_neg()
-    return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
 
 
 class _DeviceReader(threading.local):
@@ -285,8 +303,8 @@ class Compressed(_Around):
     ) -> None:
         super().__init__(inner, mutability)
         require_zstandard()
-        if not 1 <= level <= _HIGHEST_LEVEL:
-            raise OptionError(f"zstd has no level {level}: expected 1 (fast) to {_HIGHEST_LEVEL} (small)")
+        if type(level) is not int or not 1 <= level <= _HIGHEST_LEVEL:
+            raise OptionError(f"zstd has no level {level!r}: expected 1 (fast) to {_HIGHEST_LEVEL} (small)")
         self._level = level
 
     @property
@@ -308,7 +326,8 @@ class Cast(_Around):
     """The state of another provider, with floating-point tensors rounded to a smaller dtype.
 
     For archives: a load converts back, but what was rounded off is lost, so training that resumes from it
-    does not continue as if it had not stopped. Objects and streams are stored as they are.
+    does not continue as if it had not stopped. Objects and streams are stored as they are. A finite number
+    that the dtype has no room for fails the save.
 
     Args:
         inner: a state provider, or nested mappings as for `ds.save`.
@@ -317,7 +336,8 @@ class Cast(_Around):
         mutability: how long the tensors of a mapping stay unchanged.
 
     Raises:
-        OptionError: `dtype` is not a floating-point dtype, or `mutability` is none.
+        OptionError: `dtype` is not a floating-point dtype, has no sign or no zero, or packs several numbers
+            in a byte; or `mutability` is none.
     """
 
     def __init__(
@@ -328,8 +348,14 @@ class Cast(_Around):
         mutability: Mutability = Mutability.NOW,
     ) -> None:
         super().__init__(inner, mutability)
-        if not dtype.is_floating_point:
-            raise OptionError(f"tensors cannot be cast to {dtype}: expected a floating-point dtype")
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if not is_float or dtype_name(dtype) in _NO_NUMBERS:
+            raise OptionError(
+                f"tensors cannot be cast to {dtype!r}: expected a floating-point dtype with a sign and a "
+                "zero, one number an element, such as torch.bfloat16"
+            )
+        if not all(isinstance(pattern, str) for pattern in keys):
+            raise OptionError(f"tensors cannot be chosen by {keys!r}: expected patterns, such as '*exp_avg*'")
         self._dtype, self._keys = dtype, keys or ("*",)
 
     @property

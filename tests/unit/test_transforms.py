@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -173,6 +173,8 @@ def test_reading_a_slice_reads_only_the_frames_that_it_needs(tmp_path: Path) -> 
 def test_a_level_that_zstd_does_not_have_is_refused() -> None:
     with pytest.raises(OptionError, match="zstd has no level 30: expected 1"):
         Compressed({}, level=30)
+    with pytest.raises(OptionError, match=r"zstd has no level 1\.5: expected 1"):
+        Compressed({}, level=cast(int, 1.5))
 
 
 # -- cast -------------------------------------------------------------------------------------------------
@@ -200,9 +202,38 @@ def test_a_cast_stores_the_rounded_values_of_matching_tensors_only(
     assert "exp_avg* to bfloat16: what was rounded off is lost" in caplog.text
 
 
-def test_only_floating_point_dtypes_can_be_cast_to() -> None:
-    with pytest.raises(OptionError, match="int8: expected a floating-point dtype"):
-        Cast({}, torch.int8)
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, "bfloat16", torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, None], ids=str
+)
+def test_only_floating_point_dtypes_can_be_cast_to(dtype: Any) -> None:
+    with pytest.raises(
+        OptionError, match=r"cannot be cast to .*: expected a floating-point dtype with a sign"
+    ):
+        Cast({}, dtype)
+
+
+def test_only_patterns_choose_what_is_cast() -> None:
+    pattern: Any = ["*exp_avg*"]
+    with pytest.raises(OptionError, match=r"chosen by \(\['\*exp_avg\*'\],\): expected patterns"):
+        Cast({}, torch.bfloat16, pattern)
+
+
+SMALLER = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+
+
+@pytest.mark.parametrize("dtype", SMALLER, ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float64], ids=str)
+def test_a_number_that_a_cast_has_no_room_for_fails_the_save(
+    tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    state = torch.zeros(1 << 19, dtype=stored)
+    state[-3:] = torch.tensor([torch.nan, torch.inf, torch.finfo(dtype).max])
+    ds.save({"c": Cast({"w": state}, dtype)}, tmp_path / "c")
+    found = ds.load(tmp_path / "c")["c.w"]
+    assert found.view(torch.uint8).equal(state.to(dtype).view(torch.uint8))
+    state[7] = -torch.finfo(torch.float32).max
+    with pytest.raises(SaveFailedError, match=r"'w' cannot be cast to .*: -3.40282e\+38 is too large"):
+        ds.save({"c": Cast({"w": state}, dtype)}, tmp_path / "d")
 
 
 def test_a_tensor_cast_without_compression_has_its_digest_and_no_frames(tmp_path: Path) -> None:
