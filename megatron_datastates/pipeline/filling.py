@@ -6,6 +6,7 @@ read (load.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,14 +18,16 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.plan.boxes import cut_box
+from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place
+from megatron_datastates.providers.tensors import dtype_name, reach
 
 _PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
 _GROUP_BYTES = 32 << 20  # read at a time
 _ALIGNMENT = 16  # bytes, of the largest dtype
 _COMPARED = 1 << 18  # elements at a time: numpy makes both of one kind
+_ONLY_POWERS = "float8_e8m0fnu"  # torch makes other numbers of those that it does not have
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -153,8 +156,13 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
             f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
         )
     is_plain = type(target) in _PLAIN
-    is_expanded = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
-    if is_plain and is_expanded:
+    if not is_plain and hasattr(target, "to_local"):
+        raise MismatchError(
+            f"tensor {key!r}: the target is a {type(target).__qualname__}, which is filled only by "
+            "torch.distributed.checkpoint with a reader of megatron_datastates.dcp: use that, or pass a "
+            "ds.Shard of its local tensor"
+        )
+    if is_plain and not target.is_contiguous() and _shares_memory(target):
         raise MismatchError(
             f"tensor {key!r}: elements of the target share memory: pass one that was not expanded"
         )
@@ -168,6 +176,18 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
     )
 
 
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether two elements of a strided tensor have the same place in memory."""
+    shape, strides = tensor.shape, tensor.stride()
+    if not tensor.numel() or not overlaps_itself(shape, strides):
+        return False
+    if any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
+        return True
+    places = torch.zeros(reach(shape, strides), dtype=torch.bool, device="cpu")
+    places.as_strided(shape, strides).fill_(True)
+    return int(places.count_nonzero()) < tensor.numel()
+
+
 def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None:
     """Copies stored values into a tensor of another dtype, device or kind.
 
@@ -175,9 +195,11 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
         stored: in host memory.
 
     Raises:
-        MismatchError: the target's dtype does not have one of these integers.
+        MismatchError: the target's dtype does not have one of these integers, or has no sign and no zero.
     """
     try:
+        if stored.dtype != target.dtype and dtype_name(target.dtype) == _ONLY_POWERS:
+            raise NotImplementedError
         if type(target) in _PLAIN and _must_be_exact(stored.dtype, target.dtype):
             found = stored.to(target.dtype)
             value = _first_lost(stored.reshape(-1), found.reshape(-1))
@@ -187,11 +209,12 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
                     f"not have, such as {value}: load it as it was saved"
                 )
             stored = found
-        target.copy_(stored)
+        with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+            target.copy_(stored)
     except NotImplementedError as error:  # torch's dtypes of less than a byte
         raise MismatchError(
-            f"tensor {key!r} was saved as {stored.dtype}, which this torch cannot convert to "
-            f"{target.dtype}: load it as it was saved"
+            f"tensor {key!r} was saved as {stored.dtype}, which cannot be converted to {target.dtype}: load "
+            "it as it was saved"
         ) from error
 
 

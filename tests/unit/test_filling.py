@@ -48,20 +48,51 @@ def test_a_target_smaller_than_its_place_is_refused_and_nothing_written(tmp_path
     assert torch.equal(memory, torch.full((64,), -1.0))
 
 
+class Local(torch.Tensor):
+    """Stands for a DTensor, which needs a process group."""
+
+    def to_local(self) -> torch.Tensor:
+        return torch.zeros(2)
+
+
 @pytest.mark.parametrize(
     ("target", "why"),
     [
         (torch.zeros(4, device="meta"), "on the meta device"),
         (torch.zeros(4).to_sparse(), "of the layout torch.sparse_coo"),
         (torch.zeros(1).expand(4), "elements of the target share memory"),
+        (
+            torch.zeros(4).as_subclass(Local),
+            "the target is a Local, which is filled only by torch.distributed",
+        ),
     ],
-    ids=["meta", "sparse", "expanded"],
+    ids=["meta", "sparse", "expanded", "distributed"],
 )
 def test_a_target_without_memory_of_its_own_is_refused(
     target: torch.Tensor, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(MismatchError, match=f"'w': .*{why}"):
         ds.load(saved(tmp_path / "c", torch.arange(4.0)), into={"w": target})
+
+
+def test_a_target_whose_rows_overlap_is_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "c", torch.arange(16.0).reshape(4, 4))
+    with pytest.raises(MismatchError, match="'w': elements of the target share memory"):
+        ds.load(directory, into={"w": torch.as_strided(torch.zeros(10), (4, 4), (1, 1))})
+
+
+def test_a_target_made_in_inference_mode_is_filled_with_converted_values(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        target = torch.zeros(4, dtype=torch.bfloat16)
+    ds.load(saved(tmp_path / "c", torch.arange(4.0)), into={"w": target})
+    assert target.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("values", [torch.tensor([300, -1]), torch.tensor([0.0, 1.5])], ids=["int", "float"])
+def test_nothing_becomes_powers_of_two(tmp_path: Path, values: torch.Tensor) -> None:
+    target = torch.ones(2).to(torch.float8_e8m0fnu)
+    with pytest.raises(MismatchError, match=r"converted to torch\.float8_e8m0fnu: load it as it was"):
+        ds.load(saved(tmp_path / "c", values), into={"w": target})
 
 
 class Scaled(torch.Tensor):
