@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.restoring import restore
 from megatron_datastates.pipeline.savers import saver_for
 from megatron_datastates.providers.base import Mutability, StateProvider
-from megatron_datastates.providers.named import Shard, map_leaves, named_values, tree_of
+from megatron_datastates.providers.named import Shard, map_leaves, named_values, nested, tree_of
 
 __all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "open", "save"]
 
@@ -161,13 +161,15 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         directory: of a published checkpoint, `iter_0001000` of a Megatron run included.
         into: nested mappings as for `save`, on any number of ranks. Tensors and the tensors of `Shard`s are
             filled in place, whatever the sharding they were saved with; their shapes are those that were
-            saved, their dtypes and devices may differ. State providers restore themselves. Other values say
-            only which objects are wanted.
+            saved, their dtypes and devices may differ. State providers restore themselves. An empty mapping,
+            such as the state of an optimizer that has made no step, stands for all that is stored below its
+            name. Other values say only which objects are wanted.
         options: as for `save`.
 
     Returns:
         With `into`, nested dictionaries of the same keys: its tensors and state providers, and the objects
-        of the checkpoint.
+        of the checkpoint. In the place of an empty mapping are nested dictionaries of what was stored there,
+        in host memory; keys that are whole numbers are of type int.
         Without it, everything in the checkpoint by name: tensors whole and in host memory, streams as bytes.
         Objects that Megatron's training loop stored contain a few classes of Megatron-Core, which is imported
         for them; without megatron-core, load what you need with `into`.
@@ -176,7 +178,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         NotACheckpointError: no checkpoint was published there.
         MissingKeyError: the checkpoint has no value of a name.
         MismatchError: a tensor has another shape, or a dtype that stored values cannot become; without
-            `into`, values of two kinds have one name.
+            `into` and for an empty mapping, values of two kinds have one name.
         ProviderError: a state provider could not restore itself; its `__cause__` says why.
         UntrustedClassError: an object contains a class that is not trusted, or one of Megatron-Core's, which
             is not installed.
@@ -190,10 +192,12 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         return _load_everything(checkpoint) if into is None else _load_into(checkpoint, into)
 
 
-def _load_everything(checkpoint: Checkpoint) -> dict[Any, Any]:
-    names = list(checkpoint.tensors)
+def _load_everything(checkpoint: Checkpoint, prefix: str = "") -> dict[Any, Any]:
+    """Returns all values whose names begin with `prefix`, by name."""
+    kinds = (checkpoint.tensors, checkpoint.objects, checkpoint.streams)
+    names, objects, streams = ([name for name in kind if name.startswith(prefix)] for kind in kinds)
     known: set[str] = set()
-    for name in (*names, *checkpoint.objects, *checkpoint.streams):
+    for name in (*names, *objects, *streams):
         if name in known:
             raise MismatchError(
                 f"{checkpoint.directory} has values of several kinds (tensor, object, stream) under the name "
@@ -201,9 +205,8 @@ def _load_everything(checkpoint: Checkpoint) -> dict[Any, Any]:
             )
         known.add(name)
     tensors = checkpoint.read_tensors((name, None, None) for name in names)
-    streams = {name: b"".join(checkpoint.open_stream(name)) for name in checkpoint.streams}
-    objects = checkpoint.read_objects(checkpoint.objects)
-    return {**dict(zip(names, tensors, strict=True)), **objects, **streams}
+    read = {name: b"".join(checkpoint.open_stream(name)) for name in streams}
+    return {**dict(zip(names, tensors, strict=True)), **checkpoint.read_objects(objects), **read}
 
 
 def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
@@ -212,9 +215,21 @@ def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     providers = {name: value for name, value in wanted.items() if isinstance(value, StateProvider)}
     fill(checkpoint, {name: (shard.place_of(name), shard.tensor) for name, shard in shards.items()})
     kept = shards.keys() | providers.keys()
-    objects = checkpoint.read_objects(name for name in wanted if name not in kept)
+    others = {name: value for name, value in wanted.items() if name not in kept}
+    empty = [name for name, value in others.items() if isinstance(value, Mapping) and not value]
+    found: dict[str, Any] = {name: below for name in empty if (below := _load_below(checkpoint, name))}
+    found |= checkpoint.read_objects(name for name in others if name not in found)
     restore(checkpoint, providers)
-    return map_leaves(into, lambda name: wanted[name] if name in kept else objects[name])
+    return map_leaves(into, lambda name: wanted[name] if name in kept else found[name])
+
+
+def _load_below(checkpoint: Checkpoint, name: str) -> dict[Any, Any]:
+    """Returns all values below a name as nested dictionaries; none if an object has that name itself."""
+    if name in checkpoint.index.objects:
+        return {}
+    prefix = f"{name}." if name else ""
+    values = _load_everything(checkpoint, prefix)
+    return nested({key.removeprefix(prefix): value for key, value in values.items()})
 
 
 def _as_shard(value: Any) -> Shard | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from megatron_datastates.providers.base import (
 from megatron_datastates.providers.collect import collect, kind_of, renamed
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import is_frozen
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # in ASCII
 
 
 class Shard(NamedTuple):
@@ -92,6 +95,30 @@ def map_leaves(state: Mapping[Any, Any], value_of: Callable[[str], Any], prefix:
         name = f"{prefix}.{key}" if prefix else str(key)
         found[key] = map_leaves(value, value_of, name) if _is_inner(value) else value_of(name)
     return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns nested dictionaries of which `leaves` makes these names; whole numbers in names are ints.
+
+    Raises:
+        MismatchError: a name is both that of a value and of a dictionary.
+    """
+    found: dict[Any, Any] = {}
+    for name, value in values.items():
+        parts, inner = name.split("."), found
+        for end in range(1, len(parts)):
+            if (outer := ".".join(parts[:end])) in values:
+                raise MismatchError(
+                    f"there are the values {outer!r} and {name!r}, and no nested dictionaries that have "
+                    "both: name them in `into`"
+                )
+            inner = inner.setdefault(_key(parts[end - 1]), {})
+        inner[_key(parts[-1])] = value
+    return found
+
+
+def _key(text: str) -> str | int:
+    return int(text) if _NUMBER.fullmatch(text) else text
 
 
 def dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,35 @@ def test_the_program_without_megatron_runs() -> None:
     exec(code, names)
     assert names["everything"]["step"] == 7
     assert names["report"]["state"] == "published"
+
+
+@pytest.mark.usefixtures("a_run")
+def test_a_new_process_resumes_as_the_page_says() -> None:
+    text = (ROOT / "docs" / "programs.md").read_text().partition("A new process resumes")[2]
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(_TRAIN, names)
+    names["train"](1)
+    state = {"model": names["model"].state_dict(), "optimizer": names["optimizer"].state_dict(), "step": 7}
+    ds.save(state, "ckpt/step_7")
+    names["train"](2)
+    resume = f"import megatron_datastates as ds\n{_TRAIN}\n{code}\ntrain(2)\nprint(step, *values())"
+    done = subprocess.run([sys.executable, "-c", resume], capture_output=True, text=True)
+    assert done.stdout.split() == ["7", *map(str, names["values"]())], done.stderr
+
+
+_TRAIN = """
+import torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).pow(2).sum().backward()
+        optimizer.step()
+def values():
+    return [value for one in model.parameters() for value in one.flatten().tolist()]
+"""
 
 
 @pytest.mark.usefixtures("a_run")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,6 +165,27 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, into: Any, error: type[Exc
     ds.save({"t": torch.ones(2, 3)}, tmp_path / "ck")
     with pytest.raises(error, match=said):
         ds.load(tmp_path / "ck", into=into)
+
+
+def test_an_empty_mapping_stands_for_all_that_is_stored_below_its_name(tmp_path: Path) -> None:
+    part = ds.Shard(torch.zeros(2), (2,), (0,))
+    state = {0: {"exp_avg": torch.ones(2), "step": 3}, "07": {"none": {}}, "s": part}
+    ds.save({"optimizer": {"state": state, "empty": {}}, "optimizer2": 5}, tmp_path)
+    into: Any = {"optimizer": {"state": {}, "empty": {}}, "optimizer2": np.zeros(3)}
+    found = ds.load(tmp_path, into=into)
+    assert found["optimizer2"] == 5 and found["optimizer"]["empty"] == {}
+    loaded = found["optimizer"]["state"]
+    assert loaded[0]["exp_avg"].tolist() == [1, 1] and loaded[0]["step"] == 3
+    assert loaded["07"] == {"none": {}} and loaded["s"].tolist() == [0, 0] and len(loaded) == 3
+    assert into["optimizer"] == {"state": {}, "empty": {}}
+
+
+def test_an_empty_mapping_of_which_nothing_is_stored_is_missing(tmp_path: Path) -> None:
+    ds.save({"a": 1, "b": {"c": 1}, "b.c.d": 2}, tmp_path)
+    with pytest.raises(MissingKeyError, match="no object 'x'"):
+        ds.load(tmp_path, into={"x": {}})
+    with pytest.raises(MismatchError, match=r"there are the values 'c' and 'c\.d'"):
+        ds.load(tmp_path, into={"b": {}})
 
 
 def test_an_ambiguous_state_fails_the_save(tmp_path: Path) -> None:
