@@ -84,9 +84,10 @@ def save(state: State, directory: StrPath, *, iteration: int | None = None, **op
     everything else is passed by one rank only.
 
     Args:
-        state: for example `{"model": model.state_dict(), "step": 7}`. Tensors are on the host or on a CUDA
-            device, of any shape and dtype that torch has; everything else is an object: plain data of
-            Python, numpy and torch.
+        state: for example `{"model": model.state_dict(), "step": 7}`. Tensors are strided, on the host or on
+            a CUDA device, of any shape, and of any dtype but quantized ones and those whose elements have
+            less than a byte or no meaning (`uint4`, `bits8`); a DTensor is passed as a `Shard` of its local
+            tensor. Everything else is an object: plain data of Python, numpy and torch.
         directory: of the checkpoint; made if it is not there. What was published in it stays whole until
             the new checkpoint takes its place.
         iteration: the training iteration, for people.
@@ -136,6 +137,7 @@ def _start(
     mutability: Mutability,
     options: dict[str, Any],
 ) -> SaveHandle:
+    _check_path(directory)
     if "://" in os.fspath(directory) and not is_object(directory):
         raise OptionError(
             f"{directory}: expected a directory of a file system; only Megatron's training loop saves to "
@@ -147,6 +149,13 @@ def _start(
             path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
         )
     return SaveHandle(publication, mode)
+
+
+def _check_path(directory: object) -> None:
+    """Raises OptionError for what names no directory in any file system."""
+    text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+    if not isinstance(text, str) or "\0" in text:
+        raise OptionError(f"expected a directory as a str or a pathlib.Path, found {directory!r}")
 
 
 def fence() -> None:
@@ -176,6 +185,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
 
     Raises:
         NotACheckpointError: no checkpoint was published there.
+        OptionError: an option that does not exist, or what is no directory.
         MissingKeyError: the checkpoint has no value of a name.
         MismatchError: a tensor has another shape, or a dtype that stored values cannot become; without
             `into` and for an empty mapping, values of two kinds have one name.
@@ -185,6 +195,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
             `into` may have been filled in part.
     """
+    _check_path(directory)
     chosen = Options.from_environment(options)
     with reported_load(directory, lambda: chosen) as tracker:
         checkpoint = Checkpoint.open(directory, chosen)
@@ -249,6 +260,7 @@ def open(directory: StrPath, **options: Any) -> Checkpoint:
         NotACheckpointError: no checkpoint was published there.
         FormatError, UnsupportedFormatError, StorageError: its manifest or index cannot be used.
     """
+    _check_path(directory)
     return Checkpoint.open(directory, Options.from_environment(options))
 
 

@@ -15,13 +15,13 @@ import torch
 from megatron_datastates.engine.exchange import Described, Facts, Words, describe
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.format.values import DTYPES, Fragment
+from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors, bad_mutability
 from megatron_datastates.providers.collect import Collected
-from megatron_datastates.providers.tensors import dtype_name, reach
+from megatron_datastates.providers.tensors import check_dtype, dtype_name, reach
 
 _facts = attrgetter("dtype", "shape", "device")
 _DESCRIBED_TWICE = (torch.int8, torch.uint8)
@@ -133,11 +133,7 @@ def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], pla
     dtype, shape, device = facts
     if device.type not in ("cpu", "cuda"):
         raise MismatchError(f"tensor {key!r} is on {device}: only host and CUDA tensors can be saved")
-    if dtype_name(dtype) not in DTYPES:
-        raise MismatchError(
-            f"tensor {key!r} has dtype {dtype_name(dtype)}, which cannot be saved: view or convert it, for "
-            "example as uint8"
-        )
+    check_dtype(key, dtype)
     if place is None:
         place = Place(tuple(shape), (0,) * len(shape), tuple(shape))
     fragment = Fragment(key, dtype_name(dtype), *place)
@@ -216,7 +212,8 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
         if tensor.numel() and not address:
             raise MismatchError(
                 f"tensor {key!r} has no memory of its own: it is a {type(tensor).__qualname__} that wraps "
-                "other tensors; save those instead"
+                "other tensors; save those instead, as a ds.Shard where they are parts, or a DTensor with "
+                "megatron_datastates.dcp"
             )
 
 

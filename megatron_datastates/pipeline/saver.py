@@ -35,6 +35,7 @@ from megatron_datastates.pipeline.polls import Polls, Turn
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.unplanned import with_key
 from megatron_datastates.pipeline.warm_up import AtFirstFences
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.collect import Collected, check_names, collect
@@ -252,7 +253,10 @@ class Saver:
         tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-        plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
+        try:
+            plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
+        except Exception as error:
+            raise with_key(error, state) from error
         names = [part.name for part in state.parts]
         if plan.names != names:  # once for each structure: it takes time for each key
             check_names(state)

@@ -37,7 +37,8 @@ from megatron_datastates.providers.collect import Collected, Empty, Part
 from megatron_datastates.providers.objects import ObjectSource, check_pickle, nothing
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
-_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)  # what torch.save raises
+# What torch.save raises.
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError, NotImplementedError)
 _MOST_EMPTY = 1000  # objects written at once
 _SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
@@ -101,7 +102,7 @@ class Tail:
         for number in state.others():
             key, source = state.tail_keys[number], state.tail[number]
             if source.mutability is Mutability.NOW:
-                snapshot = self._snapshot(source, number, budget)
+                snapshot = self._snapshot(key, source, number, budget)
                 (self._now if snapshot is None else others).append(_Pending(key, snapshot or source, number))
             else:
                 is_fenced = source.mutability is Mutability.AT_FENCE
@@ -206,18 +207,18 @@ class Tail:
     def _part_of(self, number: int) -> Part:
         return next(part for part in self.parts if part.first_tail <= number < part.end_tail)
 
-    def _snapshot(self, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
+    def _snapshot(self, key: str, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
         try:
             return source.snapshot(budget)
         except Exception as error:
-            raise self._part_of(number).failed(error) from error
+            raise self._part_of(number).failed(_with_key(error, key, source)) from error
 
     def _write(self, writer: TailWriter, pending: _Pending) -> None:
         before, part = time.perf_counter(), self._part_of(pending.number)
         try:
             written, pickled = self._pass_on(writer, pending)
         except Exception as error:
-            raise part.failed(_with_key(error, pending)) from error
+            raise part.failed(_with_key(error, pending.key, pending.source)) from error
         if pickled is not None:
             named = pending.source.named if type(pending.source) is ObjectSource else None
             check_pickle(pickled, pending.key, named=named, trust=self._trust_objects)
@@ -276,12 +277,13 @@ class Tail:
         return self._encoders
 
 
-def _with_key(error: Exception, pending: _Pending) -> Exception:
+def _with_key(error: Exception, key: str, source: TailSource) -> Exception:
     """Returns the error of writing an entry, with the key of an object that no pickle can hold."""
-    if type(pending.source) is not ObjectSource or not isinstance(error, _UNPICKLABLE):
+    source = getattr(source, "source", source)  # that is encoded
+    if type(source) is not ObjectSource or not isinstance(error, _UNPICKLABLE):
         return error
     return UnsafeObjectError(
-        f"object {pending.key!r} was not saved, as it cannot be pickled: {type(error).__name__}: {error}. "
+        f"object {key!r} was not saved, as it cannot be pickled: {type(error).__name__}: {error}. "
         "Store plain data instead, such as its state_dict()"
     )
 

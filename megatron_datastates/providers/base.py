@@ -51,7 +51,8 @@ class TensorSource(NamedTuple):
 
     Attributes:
         key: name of the global tensor, relative to the provider's name.
-        tensor: of any shape and dtype that torch has; strided.
+        tensor: strided, of any shape, and of any dtype but quantized ones and those whose elements have less
+            than a byte or no meaning (`uint4`, `bits8`).
         mutability: how long its values stay unchanged.
         place: the part of the global tensor that it is; None for the whole.
         stable: whether its values are expected to be the same at the next save. Nothing relies on it: it

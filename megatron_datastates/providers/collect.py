@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-from megatron_datastates.errors import DataStatesError, ProviderError
+from megatron_datastates.errors import DataStatesError, MismatchError, ProviderError
 from megatron_datastates.providers.base import EmptyObjects, StateProvider, TailSource, Tensors, TensorSource
 from megatron_datastates.providers.objects import ObjectSource, empty_sources
 
@@ -122,28 +122,43 @@ def check_names(state: Collected) -> None:
 
 
 def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
-    for entry in provider.entries():
-        if type(entry) is ObjectSource:  # first: a model may have several for each layer
-            state.tail.append(entry)
-            state.tail_keys.append(prefix + entry.key)
-        elif isinstance(entry, Tensors):
-            state.tensors.extend(entry, prefix)
-        elif isinstance(entry, EmptyObjects):
-            if not entry.keys:
-                continue
-            keys = tuple([prefix + key for key in entry.keys]) if prefix else entry.keys
-            state.empty.append(Empty(len(state.tail), keys))
-            state.tail.extend(empty_sources(entry))
-            state.tail_keys.extend(keys)
-        elif isinstance(entry, TensorSource):
-            state.tensors.add(prefix + entry.key, *entry[1:])
-        elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
-            state.tail.append(entry)
-            state.tail_keys.append(prefix + entry.key)
-        else:
-            raise TypeError(
-                f"it yielded a {type(entry).__qualname__}: expected Tensors, a TensorSource, an ObjectSource "
-                "or a StreamSource"
+    entry: Any = None
+    try:
+        for entry in provider.entries():
+            if type(entry) is ObjectSource:  # first: a model may have several for each layer
+                state.tail.append(entry)
+                state.tail_keys.append(prefix + entry.key)
+            elif isinstance(entry, Tensors):
+                state.tensors.extend(entry, prefix)
+            elif isinstance(entry, EmptyObjects):
+                if not entry.keys:
+                    continue
+                keys = tuple([prefix + key for key in entry.keys]) if prefix else entry.keys
+                state.empty.append(Empty(len(state.tail), keys))
+                state.tail.extend(empty_sources(entry))
+                state.tail_keys.extend(keys)
+            elif isinstance(entry, TensorSource):
+                state.tensors.add(prefix + entry.key, *entry[1:])
+            elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
+                state.tail.append(entry)
+                state.tail_keys.append(prefix + entry.key)
+            else:
+                raise TypeError(
+                    f"it yielded a {type(entry).__qualname__}: expected Tensors, a TensorSource, an "
+                    "ObjectSource or a StreamSource"
+                )
+    except TypeError:
+        _check_keys(entry)
+        raise
+
+
+def _check_keys(entry: Any) -> None:
+    """Raises MismatchError if a key of an entry is no text."""
+    keys = entry.keys if isinstance(entry, Tensors | EmptyObjects) else [getattr(entry, "key", "")]
+    for key in keys:
+        if not isinstance(key, str):
+            raise MismatchError(
+                f"it yielded an entry under the key {key!r} of type {type(key).__name__}: expected str"
             )
 
 

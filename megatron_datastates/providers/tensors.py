@@ -6,12 +6,23 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.values import DTYPES
 from megatron_datastates.providers.base import Mutability, StateReader, Tensors
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns a dtype's name without torch's prefix: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def check_dtype(key: str, dtype: torch.dtype) -> None:
+    """Raises MismatchError for a dtype that the format does not have."""
+    if dtype_name(dtype) not in DTYPES:
+        raise MismatchError(
+            f"tensor {key!r} has dtype {dtype_name(dtype)}, which cannot be saved: view or convert it, for "
+            "example as uint8"
+        )
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:

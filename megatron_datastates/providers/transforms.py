@@ -45,7 +45,7 @@ from megatron_datastates.providers.collect import kind_of, notes_of
 from megatron_datastates.providers.named import Tree
 from megatron_datastates.providers.objects import empty_sources
 from megatron_datastates.providers.samples import Samples
-from megatron_datastates.providers.tensors import dtype_name, reach
+from megatron_datastates.providers.tensors import check_dtype, dtype_name, reach
 
 logger = logging.getLogger(__name__)
 _PART_BYTES = 1 << 20  # of a tensor, in host memory at a time
@@ -149,7 +149,12 @@ def sampled(source: TailSource) -> TailSource:
 def encoded_tensor(source: TensorSource) -> EncodedTensor:
     """Returns a tensor for the tail, to be read from now on. Called on the trainer's thread."""
     tensor = source.tensor
-    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.UninitializedParameter):
+        raise MismatchError(
+            f"tensor {source.key!r} is a {type(tensor).__qualname__}: expected a torch.Tensor with values"
+        )
+    check_dtype(source.key, tensor.dtype)
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
         raise MismatchError(
             f"tensor {source.key!r} has layout {tensor.layout} and is on {tensor.device}: expected a strided "
             "tensor on the host or on a CUDA device"
@@ -171,7 +176,8 @@ def _check_elements(source: TensorSource) -> None:
     if tensor.numel() and not (tensor.untyped_storage().nbytes() and tensor.data_ptr()):
         raise MismatchError(
             f"tensor {source.key!r} has no memory of its own: it was offloaded, or is a "
-            f"{type(tensor).__qualname__} that wraps other tensors; bring it back first, or save those"
+            f"{type(tensor).__qualname__} that wraps other tensors; bring it back first, or save those, as a "
+            "ds.Shard where they are parts, or a DTensor with megatron_datastates.dcp"
         )
     needed = tensor.storage_offset() + reach(tensor.shape, tensor.stride())
     found = tensor.untyped_storage().nbytes()

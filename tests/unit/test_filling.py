@@ -310,6 +310,13 @@ def test_what_is_no_directory_is_refused(path: str, tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["c\0", b"c", 5, None], ids=repr)
+def test_what_names_no_directory_is_refused(path: Any) -> None:
+    for call in (lambda: ds.save({"w": 1}, path, **SMALL), lambda: ds.load(path), lambda: ds.open(path)):
+        with pytest.raises(OptionError, match=r"expected a directory as a str or a pathlib\.Path, found"):
+            call()
+
+
 def test_a_load_waits_for_lazy_saves_of_the_memory_that_it_fills(tmp_path: Path) -> None:
     directory = saved(tmp_path / "c", torch.full((1 << 20,), 5.0))
     state = torch.arange(float(1 << 20))

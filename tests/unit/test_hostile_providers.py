@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from megatron_datastates.providers import (
     ObjectSource,
     Place,
     StreamSource,
+    Tensors,
     TensorSource,
 )
 
@@ -198,6 +200,64 @@ def test_a_provider_that_had_nothing_to_store_is_restored(tmp_path: Path, empty:
     assert getattr(restored, "was_restored", True)
     with pytest.raises(MissingKeyError, match="no state of the provider 'q'"):
         ds.load(tmp_path, into={"q": empty()})
+
+
+# -- entries that torch or Python refuses: the error names them ----------------------------------------------
+
+
+def deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(5000):
+        value = [value]
+    return value
+
+
+NOT_PLANNED: dict[str, tuple[Any, str]] = {
+    "nested": (torch.nested.nested_tensor([WEIGHT, WEIGHT[1:]]), r"tensor 'p\.e' cannot be .*: RuntimeError"),
+    "uninitialized": (torch.nn.UninitializedParameter(), r"tensor 'p\.e' cannot be saved: ValueError"),
+    "array": (np.ones(3), r"tensor 'p\.e' cannot be saved: TypeError"),
+    "object": (deep(), r"object 'p\.e' was not saved, .* pickled: RecursionError"),
+    "uint4": ([torch.empty(4, dtype=torch.uint4)], r"object 'p\.e' was not saved, .*: NotImplementedError"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PLANNED)
+def test_an_entry_that_cannot_be_saved_is_named(tmp_path: Path, kind: str) -> None:
+    value, said = NOT_PLANNED[kind]
+    made: Any = ObjectSource("e", value) if isinstance(value, list) else TensorSource("e", value)
+    with pytest.raises(SaveFailedError, match=rf"provider 'p' \(Yields\) failed in the save: {said}"):
+        ds.save({"w": WEIGHT, "p": Yields(TensorSource("w", WEIGHT), made)}, tmp_path)
+    with pytest.raises(SaveFailedError, match=r"provider 'p' \(Compressed.* failed in .* '(p\.)?e'"):
+        ds.save({"w": WEIGHT, "p": Compressed(Yields(TensorSource("w", WEIGHT), made))}, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8, torch.qint8], ids=str)
+def test_a_dtype_without_a_code_is_refused_by_name_before_it_is_compressed(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    one = torch.empty(4, dtype=torch.bits8 if dtype is torch.bits8 else torch.uint8)
+    tensor = torch.quantize_per_tensor(WEIGHT, 0.1, 0, dtype) if dtype is torch.qint8 else one.view(dtype)
+    with pytest.raises(SaveFailedError, match=rf"'w' has dtype {str(dtype)[6:]}, which cannot be saved"):
+        ds.save({"p": Compressed({"w": tensor})}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda key: TensorSource(key, WEIGHT),
+        lambda key: ObjectSource(key, 1),
+        lambda key: StreamSource(key, lambda write: None),
+        lambda key: Tensors([key], [WEIGHT], [Mutability.NOW], [None], [False]),
+    ],
+    ids=["tensor", "object", "stream", "tensors"],
+)
+def test_keys_that_are_no_text_are_named(tmp_path: Path, source: Callable[[Any], Any]) -> None:
+    with pytest.raises(SaveFailedError, match=r"provider 'p' .*: it yielded an entry under the key 3 of"):
+        ds.save({"p": Yields(source(3))}, tmp_path)
+    with pytest.raises(SaveFailedError, match=r"key 3 of type int: exp|a key is 3 of type int: exp"):
+        ds.save(Yields(source(3)), tmp_path)
+    with pytest.raises(SaveFailedError, match=r"provider 'p' .*: the key 'p.\\ud800' has characters"):
+        ds.save({"p": Yields(source("\ud800"))}, tmp_path)
 
 
 # -- transformations in trees ------------------------------------------------------------------------------

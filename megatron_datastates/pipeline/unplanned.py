@@ -1,0 +1,55 @@
+"""Finds the entry of a state that no plan can be made for, once an exception has shown that there is one.
+
+Planning looks at all entries at once, and leaves checks to torch and Python, since every save would wait for
+them. Their errors name no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_datastates.errors import DataStatesError, MismatchError
+from megatron_datastates.pipeline.plans import Plans, tail_items
+from megatron_datastates.providers.base import Tensors
+from megatron_datastates.providers.collect import Collected, Part
+
+
+def with_key(error: Exception, state: Collected) -> Exception:
+    """Returns the error of planning a state with the key of the first entry that cannot be planned alone."""
+    if isinstance(error, DataStatesError | MemoryError):
+        return error
+    tensors = state.tensors
+    for number, source in enumerate(tensors.sources()):
+        key, one = source.key, Tensors()
+        one.add(*source)
+        if (cause := _error_of(lambda one=one: Plans(1).find(one, []))) is not None:  # type: ignore[misc]
+            part = next(p for p in state.parts if p.first_tensor <= number < p.end_tensor)
+            return _named(f"tensor {key!r}", cause, key, part)
+    for number, (key, entry) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
+        alone = Collected(tail=[entry], tail_keys=[key])
+        cause = _error_of(lambda alone=alone: Plans(1).find(Tensors(), tail_items(alone)))  # type: ignore[misc]
+        if cause is not None:
+            part = next(p for p in state.parts if p.first_tail <= number < p.end_tail)
+            return _named(f"the entry {key!r}", cause, key, part)
+    return error
+
+
+def _error_of(plan: Callable[[], object]) -> Exception | None:
+    try:
+        plan()
+    except Exception as error:
+        return error
+    return None
+
+
+def _named(what: str, cause: Exception, key: object, part: Part) -> Exception:
+    if not isinstance(key, str):
+        text = f"a key is {key!r} of type {type(key).__name__}: expected str; rename it"
+    elif isinstance(cause, UnicodeEncodeError):
+        text = f"the key {key!r} has characters that UTF-8 does not have: rename it"
+    else:
+        text = (
+            f"{what} cannot be saved: {type(cause).__name__}: {cause}. Expected a strided torch.Tensor on "
+            "the host or on a CUDA device, or a source of megatron_datastates.providers"
+        )
+    return part.failed(MismatchError(text))
