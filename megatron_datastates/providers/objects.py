@@ -33,7 +33,7 @@ from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
-from megatron_datastates.providers.unpickling import Unpickler
+from megatron_datastates.providers.unpickling import FilledError, Unpickler
 
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
@@ -41,10 +41,10 @@ _BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
 _NOT_SAVED = "was not saved, as no load would accept it"
 REMEDIES = (
     "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
-    "plain data instead; or trust the class with torch.serialization.add_safe_globals([...]) in the programs "
-    "that save and load; or trust all objects with --datastates-trust-objects on "
-    "(MEGATRON_DATASTATES_TRUST_OBJECTS=on), which lets whoever wrote a checkpoint run any code in the "
-    "program that loads it"
+    "plain data instead, or a plain dict or list of what is in it; or trust the class, unless it is a "
+    "subclass of these, with torch.serialization.add_safe_globals([...]) in the programs that save and load; "
+    "or trust all objects with --datastates-trust-objects on (MEGATRON_DATASTATES_TRUST_OBJECTS=on), which "
+    "lets whoever wrote a checkpoint run any code in the program that loads it"
 )
 
 
@@ -285,7 +285,7 @@ def _refusal(what: str, error: UnsafeObjectError) -> UnsafeObjectError:
         return UntrustedClassError(f"{what}: {error}")
     if isinstance(error, UntrustedClassError):
         return UntrustedClassError(f"{what}: it contains {error}, which is not trusted. {REMEDIES}")
-    advice = "" if isinstance(error, _DamagedError) else f". {REMEDIES}"
+    advice = "" if isinstance(error, _DamagedError | FilledError) else f". {REMEDIES}"
     return UnsafeObjectError(f"{what}: {error}{advice}")
 
 

@@ -32,6 +32,7 @@ _PART_BYTES = 1 << 20
 _CALLS = plain.CALLS | rebuilding.CALLS
 # Ids are unique, since these values live forever.
 _OURS = {id(value) for value in (*plain.VALUES.values(), *rebuilding.VALUES.values())}
+_LISTS = (list, collections.deque)
 _DICTIONARIES = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _NEVER = {"sys", "os", "posix", "nt"}  # never trusted, as in torch, even if the user adds them
 
@@ -46,6 +47,19 @@ def trusted_globals() -> dict[str, Any]:
         if id(value) not in _OURS:
             found[name or f"{value.__module__}.{value.__qualname__}"] = value
     return found
+
+
+class FilledError(UnsafeObjectError):
+    """An object is filled like a list or a dict and is of another class, which no trust in it helps."""
+
+
+def _require_kind(target: Any, kinds: tuple[type[Any], ...], what: str) -> None:
+    if type(target) not in kinds:
+        raise FilledError(
+            f"it fills an instance of another class like a {what}, as pickles of subclasses of {what} do. "
+            f"Such classes are not accepted, even if they are trusted: store {what}(...) of it instead, or "
+            "trust all objects with --datastates-trust-objects on"
+        )
 
 
 _PythonUnpickler: Any = pickle._Unpickler  # the one in C does not let calls be checked
@@ -169,7 +183,7 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        require(type(target) in (list, collections.deque), f"a list out of a {type(target).__name__}")
+        _require_kind(target, _LISTS, "list")
         target.extend(items)
 
     def _set_item(self) -> None:
@@ -181,9 +195,8 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def _update(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        require(
-            type(target) in _DICTIONARIES and len(items) % 2 == 0, f"a dict out of a {type(target).__name__}"
-        )
+        _require_kind(target, _DICTIONARIES, "dict")
+        require(len(items) % 2 == 0, "a dict")
         for at in range(0, len(items), 2):
             check_key(items[at])
             target[items[at]] = items[at + 1]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.errors import UnsafeObjectError
+from megatron_datastates.errors import SaveFailedError, UnsafeObjectError
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver
@@ -37,6 +37,10 @@ class Config:
 
 
 class Own:
+    pass
+
+
+class Numbers(list):  # type: ignore[type-arg]
     pass
 
 
@@ -78,6 +82,15 @@ def test_a_class_that_the_user_trusts_is_saved_and_loaded(tmp_path: Path, value:
         assert ds.open(tmp_path / "c", **SMALL).read_object("x")[0] == value
     with pytest.raises(UnsafeObjectError, match=r"'x' was not loaded.*(Colour|Config|Own).*add_safe_globals"):
         ds.open(tmp_path / "c", **SMALL).read_object("x")
+
+
+@pytest.mark.parametrize("value", [WithState(a=1), Numbers([1, 2])], ids=["dict", "list"])
+def test_a_subclass_of_a_container_is_refused_even_if_it_is_trusted(tmp_path: Path, value: Any) -> None:
+    kind = type(value).__base__.__name__
+    with torch.serialization.safe_globals([WithState, Numbers]):
+        with pytest.raises(SaveFailedError, match=rf"'x' .* trusted: store {kind}\(\.\.\.\)") as found:
+            ds.save({"x": [value]}, tmp_path / "c", **SMALL)
+        assert "add_safe_globals" not in str(found.value)
 
 
 def test_a_check_calls_no_class_of_the_users() -> None:
