@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,11 +60,28 @@ def test_any_bytes_of_a_tensor_in_any_memory_layout_are_read(tmp_path: Path) -> 
             assert target.tobytes() == expected[begin:end]
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_conjugated_and_negated_views_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = random_tensor(dtype, (4, 6), 3)
+    for tensor in (whole.conj(), whole.t().conj(), whole.conj().imag, torch._neg_view(whole.conj())[1:, ::2]):
+        archive, expected = archive_of(tensor, tmp_path)(), bits(tensor.resolve_conj().resolve_neg())
+        assert archive.crc is None
+        for begin, end in [(0, len(expected)), (0, 3), (1, 2), (5, len(expected) - 1)]:
+            target = torch.zeros(end - begin, dtype=torch.uint8).numpy()
+            archive.read_into(begin, target)
+            assert target.tobytes() == expected[begin:end]
+        for box in ((slice(1, 3), slice(2, 3)), (slice(0, 2), slice(None))):
+            wanted = tensor[box].resolve_conj().resolve_neg()
+            found = np.zeros(wanted.shape, f"V{wanted.itemsize}")
+            archive.read_box([part.indices(9)[0] for part in box], found)
+            assert found.tobytes() == bits(wanted)
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
         ([1], "it is not a tensor"),
-        (torch.ones(2, dtype=torch.complex64).conj(), "view of a kind"),
+        (torch._neg_view(torch.ones(2, dtype=torch.int32)), "view of a kind"),
         (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
         (torch.device("cpu"), "torch.device"),
         (subprocess.Popen, r"names \w+\.Popen"),

@@ -35,6 +35,7 @@ from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, StateReader, TensorSource
 from megatron_datastates.providers.objects import ObjectSource, check_stored
+from tests.unit.command import run
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import SMALL, bits, data_files, random_tensor, save
@@ -52,6 +53,15 @@ def test_a_checkpoint_of_dcp_is_read_bit_for_bit(by_dcp: Path) -> None:
         assert (read.dtype, read.shape, bits(read)) == (tensor.dtype, tensor.shape, bits(tensor)), key
     part = source.read_tensor("transposed", (1, 7, 3), (2, 50, 30))
     assert bits(part) == bits(state["transposed"][1:3, 7:57, 3:33])
+
+
+def test_conjugated_views_of_dcp_are_converted_to_their_values(tmp_path: Path) -> None:
+    value = torch.randn(3, 2, dtype=torch.complex64)
+    save_with_dcp(tmp_path / "dcp", {"conj": value.conj(), "neg": value.conj().imag})
+    convert_to(tmp_path / "dcp", tmp_path / "ours")
+    found = ds.load(tmp_path / "ours")
+    assert found["conj"].equal(value.conj()) and found["neg"].equal(-value.imag)
+    assert run("diff", tmp_path / "dcp", tmp_path / "ours")[0] == 0
 
 
 def test_a_conversion_there_and_back_changes_nothing(by_dcp: Path, tmp_path: Path) -> None:

@@ -41,9 +41,15 @@ class Archive:
     strides: tuple[int, ...]  # elements
     where: str
     crc: int | None  # CRC-32 of its bytes in row-major order, if the archive has that
+    flipped: tuple[int, ...] = ()  # bytes of an element that hold signs of a conjugated or negated view
 
     def read_into(self, begin: int, target: Bytes) -> None:
         """Reads bytes [begin, begin + len(target)) of the tensor in row-major order."""
+        self._read_stored(begin, target)
+        for byte in self.flipped:
+            target[(byte - begin) % element_bytes(self.dtype) :: element_bytes(self.dtype)] ^= 0x80
+
+    def _read_stored(self, begin: int, target: Bytes) -> None:
         item = element_bytes(self.dtype)
         if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
             _read_exactly(self.file, self.data_offset + begin, target, self.where)
@@ -58,13 +64,22 @@ class Archive:
         if self.strides != contiguous_strides(self.shape) or not _is_contiguous(target.shape, self.shape):
             box = tuple(slice(b, b + n) for b, n in zip(begin, target.shape, strict=True))
             with self._mapped() as memory:
-                target[...] = self._view(memory)[box]
+                target[...] = self._flip(self._view(memory)[box])
             return
         data = target if target.flags.c_contiguous else np.empty_like(target, order="C")
         at = sum(b * stride for b, stride in zip(begin, self.strides, strict=True)) * target.itemsize
         self.read_into(at, data.reshape(-1).view(np.uint8))
         if data is not target:
             target[...] = data
+
+    def _flip(self, elements: np.ndarray) -> np.ndarray:
+        """Returns elements with the signs of the values; themselves if those are stored."""
+        if not self.flipped:
+            return elements
+        values = elements.copy()
+        for byte in self.flipped:
+            values.reshape(-1).view(np.uint8)[byte :: element_bytes(self.dtype)] ^= 0x80
+        return values
 
     def _mapped(self) -> mmap.mmap:
         """Maps the file: pages of a mapping, unlike a buffer, can be dropped by the system."""
@@ -131,8 +146,8 @@ def _parse(members: dict[str, Member], stream: BinaryIO, file: BinaryIO, offset:
     is_whole = record.storage_offset == 0 and member.size == math.prod(record.shape) * item
     in_order = record.strides == contiguous_strides(record.shape)
     # The zip file has the CRC of the storage, not of the tensor.
-    crc = member.crc if is_whole and in_order else None
-    return Archive(file, first, dtype, record.shape, record.strides, where, crc)
+    crc = member.crc if is_whole and in_order and not record.flipped else None
+    return Archive(file, first, dtype, record.shape, record.strides, where, crc, record.flipped)
 
 
 def _read_member(member: Member, stream: BinaryIO, name: str) -> bytes:

@@ -18,6 +18,8 @@ from megatron_datastates.format.values import DTYPES
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.providers.rebuilding import STORAGES
 
+_VIEWS = {"conj", "neg"}  # kinds of views, as torch.save names them
+
 
 @dataclasses.dataclass(frozen=True)
 class StorageName:
@@ -36,6 +38,25 @@ class TensorRecord:
     storage_offset: int  # elements, as all below
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    is_conj: bool = False  # the values are the conjugates of what is stored, as of Tensor.conj
+    is_neg: bool = False  # the values are the negatives of what is stored, as of Tensor.conj().imag
+
+    @property
+    def flipped(self) -> tuple[int, ...]:
+        """Returns the bytes of an element whose first bit is another one in the values: that of a sign.
+
+        Raises:
+            FormatError: the dtype has no such values.
+        """
+        last = self.dtype.itemsize - 1
+        if not self.is_conj and not self.is_neg:
+            return ()
+        if self.dtype.is_complex:
+            middle = (last - 1) // 2
+            return {(1, 0): (last,), (0, 1): (middle, last), (1, 1): (middle,)}[self.is_conj, self.is_neg]
+        if self.is_conj or self.dtype not in (torch.float16, torch.float32, torch.float64):
+            raise FormatError(f"its tensor of {self.dtype} is a view of a kind that is not supported")
+        return (last,)
 
 
 def _rebuild_v2(
@@ -49,9 +70,11 @@ def _rebuild_v2(
 def _rebuild_v3(
     storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> TensorRecord:
-    if any(more):
+    view = more[0] if more and more[0] else {}
+    if any(more[1:]) or not isinstance(view, dict) or not view.keys() <= _VIEWS:
         raise FormatError(f"its tensor is a view of a kind that is not supported ({more})")
-    return TensorRecord(storage, dtype, offset, tuple(shape), tuple(strides))
+    is_conj, is_neg = view.get("conj") is True, view.get("neg") is True
+    return TensorRecord(storage, dtype, offset, tuple(shape), tuple(strides), is_conj, is_neg)
 
 
 def _parameter(data: TensorRecord, *unread: Any) -> TensorRecord:
