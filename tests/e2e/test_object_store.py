@@ -10,7 +10,7 @@ pytest.importorskip("moto")
 
 from megatron_datastates.mcore.training import loop
 from tests.e2e.conftest import STEPS, Reference
-from tests.support.object_store import BUCKET, RUN, UNAVAILABLE, configure, s3, served
+from tests.support.object_store import BUCKET, EXPIRED, RUN, UNAVAILABLE, Answer, configure, s3, served
 from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Pretraining
 
 
@@ -19,6 +19,7 @@ class Far:
 
     def __init__(self, tmp_path: Path) -> None:
         self.store, address = served()
+        self.store.heal()
         configure(tmp_path / "msc.json", address)
         self.s3 = s3(address)
         for name in self.names():
@@ -62,6 +63,24 @@ def test_a_run_saves_to_an_object_store_and_resumes_from_it(
     assert resumed.resumed_from(reference("tp2")) == 4
     assert resumed.differences(reference("tp2")) == []
     assert not list(Path.cwd().glob("msc:*"))
+
+
+@pytest.mark.parametrize("answer", [UNAVAILABLE, pytest.param(EXPIRED, marks=pytest.mark.long)])
+def test_training_goes_on_while_the_store_is_away(
+    answer: Answer, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    far = Far(tmp_path)
+    near = ["--datastates-near", f"{far.near}-$RANK"]
+    running = pretraining.start(*far.arguments(*near, "--step-delay-ms", "300"), environment=far.environment)
+    running.job.wait_until(lambda: any(tmp_path.glob("near-0/run-*/iter_0000002")), 60)
+    far.store.fail(".", answer)
+    running.job.wait_until(lambda: any(tmp_path.glob("near-0/run-*/iter_0000004")), 60)  # it has begun
+    far.store.heal()
+
+    by_retries = "generator random"  # the client draws from it how long it waits before it asks again
+    differences = running.finish().differences(reference("tp2"))
+    assert [one for one in differences if not one.endswith(by_retries)] == []
+    assert f"run/iter_{STEPS:07d}/{MANIFEST}" in far.names() and far.tracked() == str(STEPS)
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
@@ -66,23 +67,26 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
     checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
     try:
-        with _without_directory() if _is_on else contextlib.nullcontext():
+        with _without_directory(save) if _is_on else contextlib.nullcontext():
             yield
     finally:
         checkpointing.get_checkpoint_tracker_filename = original
 
 
 @contextlib.contextmanager
-def _without_directory() -> Iterator[None]:
+def _without_directory(save: str) -> Iterator[None]:
     """Lets a save begin while its directory in --save cannot be made: it is published near.
 
     The drain makes the directory later. Where there is no room near, writing to it fails the save, on all
-    ranks. Megatron makes it, and looks what is in it, on rank 0 alone.
+    ranks. Megatron makes it, and looks what is in it, on rank 0 alone. An object store is never asked:
+    there is nothing to make, and a store that does not answer would end the job.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
 
     make, client = checkpointing.ensure_directory_exists, getattr(serialization, "maybe_msc", None)
+    if client is not None and is_object(save):
+        serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
     def ensure_directory_exists(filename: Any, *args: Any, **kwargs: Any) -> None:
         global _is_out_of_reach
@@ -111,7 +115,7 @@ def _without_directory() -> Iterator[None]:
 
 
 class _Unreachable:
-    """Stands in for the path of a directory that is not there, in `dist_checkpointing.save`."""
+    """Stands in for the path of a directory that is not looked into, in `dist_checkpointing.save`."""
 
     def __init__(self, path: str) -> None:
         pass
