@@ -373,8 +373,9 @@ def uploads_below(path: Path) -> list[Upload]:
     """
     with _errors_of(path):
         s3, bucket, key = _s3(path)
+        prefix = f"{key.rstrip('/')}/" if key else ""
         found = []
-        for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/"):
+        for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
             for one in page.get("Uploads", []):
                 pages = s3.get_paginator("list_parts").paginate(
                     Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"]
@@ -382,7 +383,7 @@ def uploads_below(path: Path) -> list[Upload]:
                 with contextlib.suppress(s3.exceptions.NoSuchUpload):  # it has ended meanwhile
                     parts = [part for some in pages for part in some.get("Parts", [])]
                     at = max([one["Initiated"], *(part["LastModified"] for part in parts)]).timestamp()
-                    name = path / one["Key"].removeprefix(f"{key}/")
+                    name = path / one["Key"].removeprefix(prefix)
                     found.append(Upload(name, one["UploadId"], sum(part["Size"] for part in parts), at))
         return found
 

@@ -10,7 +10,7 @@ silent for longer than MIN_AGE_SECONDS and continues just then fails rather than
 between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
 
 In an object store, uploads in parts that have not ended are left-overs, too: they are aborted, wherever below
-the run they are. A drain whose upload is aborted begins again.
+the run they are. A drain whose upload is aborted begins again. Parts of an upload count as files of its save.
 """
 
 from __future__ import annotations
@@ -57,15 +57,32 @@ def unnamed_files(path: Path) -> list[UnnamedFile]:
     """Returns the files in our format that a directory's manifest does not name; all if it has none."""
     named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
     found = {name: one for name, one in _own_files(path).items() if name not in named}
-    last_change: dict[SaveId | str, float] = {}
+    last_change = _last_parts(path) if found else {}
     for name, (_, at) in found.items():
-        save = save_id_in_name(name) or name
-        last_change[save] = max(last_change.get(save, 0.0), at)
+        last_change[_save_of(name)] = max(last_change.get(_save_of(name), 0.0), at)
     now = time.time()
     return [
-        UnnamedFile(path / name, size, now - last_change[save_id_in_name(name) or name])
+        UnnamedFile(path / name, size, now - last_change[_save_of(name)])
         for name, (size, _) in sorted(found.items())
     ]
+
+
+def _save_of(name: str) -> SaveId | str:
+    return save_id_in_name(name) or name
+
+
+def _last_parts(path: Path) -> dict[SaveId | str, float]:
+    """Returns, by save, when the last part of an upload to a directory came that has not ended."""
+    if not is_object(path):
+        return {}
+    try:
+        uploads = stores.uploads_below(path)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return {}
+    uploads.sort(key=lambda upload: upload.changed_at)
+    return {_save_of(upload.path.name): upload.changed_at for upload in uploads}
 
 
 def _own_files(path: Path) -> dict[str, tuple[int, float]]:
@@ -190,6 +207,7 @@ def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
     if manifest is None or content_of(path.parent / MANIFEST_NAME) != manifest:
         return False
     try:
-        return time.time() - changed_at(path.lstat()) >= min_age_seconds
+        changed = max(changed_at(path.lstat()), _last_parts(path.parent).get(_save_of(path.name), 0.0))
+        return time.time() - changed >= min_age_seconds
     except FileNotFoundError:
         return False

@@ -66,7 +66,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.presence import missing_data_files
 from megatron_datastates.pipeline.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.run_folders import other_checkpoints
-from megatron_datastates.pipeline.runs import Iteration, find_iterations, require_tracked
+from megatron_datastates.pipeline.runs import Iteration, find_answered, find_iterations, require_tracked
 
 _UNREADABLE = "it cannot be read: "
 _Status = tuple[int, int, int]  # inode, bytes, time of the last change in ns
@@ -134,11 +134,13 @@ def plan_prune(
     """
     path = path_of(root)
     try:
-        found = [_seen(one, others) for one in find_iterations(path)]
+        found = find_answered(path) if is_object(path) else _found(path, others)
         linked = _link_targets(path)
         uploads, note = unfinished_uploads(path) if is_object(path) else ([], "")
     except OSError as error:
-        raise StorageError(f"{path} cannot be listed: {error.strerror}") from error
+        where = str(error.filename or path)
+        verb = "listed" if where == str(path) else "read"
+        raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
     if not found and not uploads:
         other = other_checkpoints(path)
         raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*){other}")
@@ -172,11 +174,12 @@ def plan_prune(
     return plan
 
 
+def _found(root: Path, others: OtherFormats) -> list[Iteration]:
+    return [_seen(one, others) for one in find_iterations(root)]
+
+
 def _seen(one: Iteration, others: OtherFormats) -> Iteration:
     """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
-    if is_object(one.path) and one.format == BACKEND:
-        # A store that does not answer has not said that there is no manifest.
-        return dataclasses.replace(one, complete=content_of(one.path / MANIFEST_NAME) is not None)
     if one.format not in others or not one.complete:
         return one
     index = one.path / others[one.format].index_name

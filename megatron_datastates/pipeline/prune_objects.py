@@ -5,8 +5,9 @@ about; what is complete, manifests and the objects that they name say, each aske
 that does not answer ends the call: silence is no answer.
 
 Protocol, in place of that of prune.py, because a store has no renames and no directories:
-  1. list the objects and read the manifest; then decide again: the tracker does not name the checkpoint, and
-     nothing in it, uploads included, is younger than MIN_AGE_SECONDS that the manifest does not name;
+  1. list the objects and read the manifest; then decide again: the tracker does not name the checkpoint, it
+     is of the same format, and nothing in it, uploads included, is younger than MIN_AGE_SECONDS that the
+     manifest does not name;
   2. write what the manifest holds as REMOVAL_NAME: it shows the next call why the manifest is missing, and
      names what a late listing may not show;
   3. read the manifest again. If it is not the one that was read, a save has published meanwhile: remove
@@ -24,7 +25,7 @@ from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME, TR
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.left_overs import content_of, under_way, unfinished_uploads, unnamed_files
 from megatron_datastates.pipeline.presence import names_in
-from megatron_datastates.pipeline.runs import Iteration, require_tracked
+from megatron_datastates.pipeline.runs import Iteration, format_answered, require_tracked
 
 
 class ObjectRemoval:
@@ -42,6 +43,8 @@ class ObjectRemoval:
         """Does the rest; returns why the checkpoint, or what is left of it, stays."""
         if require_tracked(self._path.parent / TRACKER_NAME) == self._one.number:
             return "the tracker names it"
+        if (format := format_answered(self._path)) != self._one.format:
+            return f"its format is {format} now"
         uploads, _ = unfinished_uploads(self._path.parent)
         own = [upload for upload in uploads if upload.path.parent == self._path]
         if why := under_way([*unnamed_files(self._path), *own], min_age_seconds):

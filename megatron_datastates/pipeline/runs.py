@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
 _NUMBER = re.compile(rb"[0-9]{1,18}")
+# What is there is no document: a directory, a pipe, or far too large.
+_NO_DOCUMENT = (errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +68,28 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
     Raises:
         OSError: `root` cannot be listed.
     """
-    found = []
-    for name in folders_in(root, lambda name: iteration_in_name(name) is not None):
-        number = iteration_in_name(name)
-        if number is not None:
-            path = path_of(root) / name
-            found.append(Iteration(number, path, format_seen(path), is_complete(path)))
-    return sorted(found, key=lambda one: (one.number, one.path.name))
+    return [
+        Iteration(number, path, format_seen(path), is_complete(path)) for number, path in _directories(root)
+    ]
+
+
+def find_answered(root: str | os.PathLike[str]) -> list[Iteration]:
+    """Returns the same in an object store, for callers that remove: only an answer says that there is none.
+
+    Complete are those that have a manifest of ours.
+
+    Raises:
+        OSError: `root` cannot be listed, or the store does not answer a request for an object below it.
+    """
+    return [
+        Iteration(number, path, format_answered(path), has_file(path / MANIFEST_NAME))
+        for number, path in _directories(root)
+    ]
+
+
+def _directories(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    names = folders_in(root, lambda name: iteration_in_name(name) is not None)
+    return sorted((iteration_in_name(name) or 0, path_of(root) / name) for name in names)
 
 
 def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
@@ -83,15 +102,34 @@ def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Returns the directories of all complete checkpoints under `root`, by iteration. Raises OSError."""
-    return {one.number: one.path for one in find_iterations(root) if one.complete}
+    """Returns the directories of all complete checkpoints under `root`, by iteration.
+
+    Raises:
+        OSError: `root` cannot be listed, or one of them cannot be looked at: it may be the newest.
+    """
+    return {
+        number: path
+        for number, path in _directories(root)
+        if has_file(path / MANIFEST_NAME) or _answered_backend(path) not in (None, BACKEND)
+    }
 
 
 def format_seen(path: Path) -> str:
     """Returns the format of a directory, also where nothing but files of an unfinished save says it."""
-    found = format_of(path)
-    if found is not None:
-        return found
+    return format_of(path) or _format_by_names(path)
+
+
+def format_answered(path: Path) -> str:
+    """Returns the same in an object store. Raises OSError if the store does not answer what decides."""
+    backend = _answered_backend(path)
+    if backend and backend != TORCH_DIST:
+        return backend
+    if has_file(path / TORCH_DIST_INDEX):
+        return TORCH_DIST
+    return BACKEND if has_file(path / MANIFEST_NAME) else backend or _format_by_names(path)
+
+
+def _format_by_names(path: Path) -> str:
     try:
         names = names_in(path)
     except OSError:
@@ -187,6 +225,14 @@ def is_published(directory: str | os.PathLike[str]) -> bool:
     return path.is_file() if is_object(path) else os.path.isfile(path)  # noqa: PTH113 - which raises nothing
 
 
+def has_file(path: Path) -> bool:
+    """Returns whether there is such a file. Raises OSError if that cannot be looked at."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Returns whether a checkpoint is complete: published by us, or with the file that is written last."""
     return is_published(directory) or stored_backend(directory) not in (None, BACKEND)
@@ -230,6 +276,19 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
     return backend if isinstance(backend, str) else None
 
 
+def _answered_backend(directory: Path) -> str | None:
+    """Returns the same. Raises OSError if that cannot be looked at."""
+    try:
+        backend = metadata_members(directory).get("sharded_backend")
+    except FormatError:
+        return None
+    except OSError as error:
+        if error.errno in _NO_DOCUMENT:
+            return None
+        raise
+    return backend if isinstance(backend, str) else None
+
+
 def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the members of metadata.json; none if there is no such file, or if a kill has left it empty.
 
@@ -270,7 +329,8 @@ def require_tracked(tracker: Path) -> int | None:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not tracker.is_symlink():
             return None
-        raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}; {advice}") from error
+        more = "" if is_denied(error) else f"; {advice}"
+        raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}{more}") from error
     named = iteration_named(text)
     if named is None and text.strip() != b"release":
         raise FormatError(f"the tracker {tracker} holds neither a number nor 'release': {advice}")

@@ -11,8 +11,10 @@ from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.mcore.training.tracker import wrap_read_metadata
 from megatron_datastates.pipeline.branches import Origin, origin_in
 from megatron_datastates.pipeline.jobs import JOBS_NAME
+from megatron_datastates.pipeline.near.holdings import resumable
 from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore
 from tests.unit import test_object_store as of_stores
 from tests.unit.test_near_branches import STUCK, A, B, Job, resume
@@ -87,3 +89,22 @@ def test_what_the_store_refuses_for_a_moment_is_not_taken_for_missing(
         resume(job, away)
     store.heal()
     assert tracked(job) == "10"
+
+
+def test_a_damaged_tracker_is_not_taken_for_an_older_checkpoint_while_the_newest_does_not_answer(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    job = StoreJob(tmp_path, A)
+    for iteration in (5, 10):
+        job.save(iteration)
+    job.track(10)
+    stores.write(job.run / TRACKER_NAME, b"")
+    assert resumable(job.run) == 10
+    store.fail(f"HEAD .*iter_0000010/{MANIFEST_NAME}", UNAVAILABLE)
+    with pytest.raises(StorageError, match=f"{job.directory(10)}/{MANIFEST_NAME} cannot be looked at: "):
+        resumable(job.run)
+    read = wrap_read_metadata(lambda name: Path(name).read_text())
+    with pytest.raises(OSError, match="status_code: 503"):
+        read(str(job.run / TRACKER_NAME))
+    store.heal()
+    assert read(str(job.run / TRACKER_NAME)) == "10"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -17,12 +18,21 @@ from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline import left_overs
 from megatron_datastates.pipeline.left_overs import remove_left_overs
 from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
 from megatron_datastates.pipeline.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.runs import find_iterations
 from megatron_datastates.pipeline.verify import verify
-from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore, begin_upload, make_older, unfinished
+from tests.support.object_store import (
+    EXPIRED,
+    RUN,
+    UNAVAILABLE,
+    ObjectStore,
+    begin_upload,
+    make_older,
+    unfinished,
+)
 from tests.unit.command import run
 from tests.unit.states import SMALL
 from tests.unit.test_object_store import store  # noqa: F401
@@ -119,6 +129,32 @@ def test_a_store_that_does_not_answer_is_no_reason_to_remove(far: ObjectStore) -
         assert all(one.complete for one in find_iterations(ROOT))
 
 
+def test_a_checkpoint_of_torch_dist_over_ours_is_not_removed_on_a_guess(far: ObjectStore) -> None:
+    (one, *_) = plan_prune(ROOT, LAST).removed
+    stores.write(place(100) / "metadata.json", b'{"sharded_backend": "torch_dist"}')
+    stores.write(place(100) / ".metadata", b"later than our manifest")
+    make_older("run/", 7200)
+    assert reasons()[100] == "its format is torch_dist"
+    assert ObjectRemoval(one).run(3600.0) == "its format is torch_dist now"
+    for request in ("GET .*iter_0000100/metadata.json", "HEAD .*iter_0000100/.metadata"):
+        far.fail(request, UNAVAILABLE)
+    with pytest.raises(StorageError, match=f"^{place(100)}/metadata.json cannot be read: .* 503"):
+        prune(ROOT, LAST)
+    far.heal()
+    assert {".metadata", MANIFEST_NAME} < set(stores.names_below(place(100)))
+
+
+def test_refusals_name_the_object_and_advise_nothing(far: ObjectStore) -> None:
+    far.fail(f"HEAD .*iter_0000200/{MANIFEST_NAME}", EXPIRED)
+    with pytest.raises(StorageError, match=f"^{place(200)}/{MANIFEST_NAME} cannot be read: the object store"):
+        plan_prune(ROOT, LAST)
+    far.heal()
+    far.fail(f"HEAD .*{TRACKER_NAME}", EXPIRED)
+    with pytest.raises(StorageError, match=r"tracker .* cannot be read: the object store refuses") as refused:
+        plan_prune(ROOT, LAST)
+    assert "remove" not in str(refused.value)
+
+
 def test_objects_that_a_listing_does_not_show_are_removed(
     far: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +208,35 @@ def test_left_overs_and_abandoned_uploads_are_removed(far: ObjectStore) -> None:
     assert code == 0 and "and all 3 left-over files" in out, err
     assert unfinished() == ["run/iter_0000300/somebody-elses", f"run2/iter_0000300/{OF_ANOTHER_SAVE}"]
     assert not left.is_file() and verify(place(300)).faults == []
+
+
+def test_a_file_stays_while_another_one_of_its_save_is_uploaded(far: ObjectStore) -> None:
+    left = place(300) / OF_ANOTHER_SAVE
+    stores.write(left, b"of one node")
+    make_older("run", 7200)
+    plan = plan_prune(ROOT, RetentionRules(keep_last=3))
+    begin_upload(f"run/iter_0000300/{SaveId(1, 1).data_file_name(1)}")  # by another node
+    assert plan_prune(ROOT, RetentionRules(keep_last=3)).left_overs == []
+    assert [file.path for file in plan.left_overs] == [left] and remove_left_overs(plan.left_overs) == []
+    manifest = left_overs.content_of(place(300) / MANIFEST_NAME)
+    assert not left_overs._may_go(left, manifest, 3600.0) and left.is_file()
+
+
+def test_uploads_of_a_run_that_is_the_root_of_a_profile_are_found(
+    far: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = json.loads((tmp_path / "msc.json").read_text())
+    at_run = copy.deepcopy(settings["profiles"]["store"])
+    at_run["storage_provider"]["options"]["base_path"] += "/run"
+    settings["profiles"]["at-run"] = at_run
+    (tmp_path / "more.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "more.json"))
+    begin_upload(f"run/iter_0000400/{OF_ANOTHER_SAVE}")
+    make_older("run", 7200)
+    root = stores.path_of("msc://at-run/")
+    plan = plan_prune(root, RetentionRules(keep_last=3))
+    assert [file.path for file in plan.left_overs] == [root / "iter_0000400" / OF_ANOTHER_SAVE]
+    assert len(remove_left_overs(plan.left_overs)) == 1 and unfinished() == []
 
 
 def test_an_upload_that_goes_on_is_not_aborted(far: ObjectStore) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, path_of, read_regular
-from megatron_datastates.pipeline.runs import complete_in, is_published, iteration_named
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.runs import complete_in, has_file, iteration_named
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ def _fallback(tracker: Path) -> int | None:
     """Returns the iteration to fall back to, if the tracker is damaged and any was saved in our format.
 
     The iteration itself may be in another format: loads detect the format of its directory.
+
+    Raises:
+        OSError: a checkpoint cannot be looked at: it may be the newest.
     """
     if not _is_damaged(tracker):
         return None
@@ -84,7 +88,7 @@ def _fallback(tracker: Path) -> int | None:
     from megatron_datastates.pipeline.history import by_branch
 
     found = complete_in(tracker.parent)
-    if not any(map(is_published, found.values())):
+    if not any(has_file(path / MANIFEST_NAME) for path in found.values()):
         return None
     (iteration,) = by_branch(tracker.parent, found)
     logger.warning(

@@ -70,7 +70,7 @@ def resumable(run: Path) -> int | None:
     The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
 
     Raises:
-        StorageError: the run's directory is there and cannot be read.
+        StorageError: the run's directory, or a checkpoint in it, is there and cannot be read.
     """
     with contextlib.suppress(FormatError):
         tracked = require_tracked(run / TRACKER_NAME)
@@ -79,7 +79,7 @@ def resumable(run: Path) -> int | None:
     try:
         return next(iter(by_branch(run, complete_in(run))), None)
     except OSError as error:
-        raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
+        raise StorageError(f"{error.filename or run} cannot be looked at: {error.strerror}") from error
 
 
 def require_readable_tracked(run: Path) -> None:
