@@ -412,6 +412,19 @@ def test_megatrons_loop_ends_drains_before_the_interpreter_ends(monkeypatch: pyt
     assert calls[3:] == ["finalized", "drained"]
 
 
+def test_retention_asks_no_store_for_its_tracker(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drain writes it, and an outage would hold the trainer."""
+    from megatron_datastates.mcore.training import retention
+
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    args = argparse.Namespace(save=RUN, rank=0, save_retain_interval=2)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: args)
+    with retention.saving(4):
+        assert not store.log
+
+
 UPLOADED_LATE = """
 import atexit, io
 from megatron_datastates import stores

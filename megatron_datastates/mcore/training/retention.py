@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.files import path_of
+from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.training import near
 from megatron_datastates.mcore.training.tracker import mend
@@ -58,7 +58,8 @@ def saving(iteration: int) -> Iterator[None]:
     # Path.exists would raise some errors, on one rank alone.
     if finalize is not None and os.path.exists(os.path.join(args.save, name)):  # noqa: PTH110, PTH118
         finalize(blocking=True)  # deletions by retention with --async-save
-    if getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
+    is_read = not is_object(args.save)  # else the drain writes the tracker, and Megatron reads another one
+    if is_read and getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
         mend(path_of(args.save) / TRACKER_NAME)
     _about_to_save.append(iteration)
     try:
