@@ -160,6 +160,16 @@ def size_of_object(path: Path) -> int:
     return path.stat().st_size
 
 
+def require_answer(path: Path) -> None:
+    """Makes one request, for a listing: what is configured wrong shows at once.
+
+    Raises:
+        OptionError: the profile cannot be used.
+        OSError: the store refuses the credentials, has no such bucket, or does not answer.
+    """
+    next(_list(path), None)
+
+
 def read(path: Path, offset: int, count: int) -> bytes:
     """Returns a range of an object's bytes. OSError also if the object ends before the range does."""
     if count == 0:
@@ -328,7 +338,18 @@ def _client(path: Path) -> tuple[Any, str]:
     try:
         return cast("tuple[Any, str]", multistorageclient.resolve_storage_client(str(path)))
     except Exception as error:  # the client has no class of its own for a configuration that it cannot use
-        raise OptionError(f"{path}: the multi-storage client cannot use this profile: {error}") from error
+        file = os.environ.get("MSC_CONFIG") or "its configuration file, which MSC_CONFIG may name"
+        raise OptionError(
+            f"{path}: the multi-storage client cannot use this profile of {file}: {_without_secrets(error)}"
+        ) from None  # its text may show secrets
+
+
+def _without_secrets(error: Exception) -> str:
+    """Returns what a configuration's error says, without values of the configuration."""
+    places = [where for one in error.args if (where := getattr(one, "json_path", None))]
+    if places:
+        return f"unexpected value at {', '.join(places)}"
+    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

@@ -6,12 +6,15 @@ The store is moto's S3 behind a real HTTP server, reached through NVIDIA's multi
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -455,6 +458,52 @@ def test_a_profile_that_is_not_configured_is_named(store: ObjectStore) -> None:
         ds.open("msc://nobody/run/iter_0000001")
     with pytest.raises(OptionError, match="expected msc://PROFILE/PATH"):
         ds.open("msc://")
+
+
+def test_a_configuration_that_the_client_cannot_use_is_named_without_its_secrets(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    config = tmp_path / "msc.json"
+    whole = config.read_text()
+    for kind, value, said in [
+        (
+            "credentials_provider",
+            {"type": "S3Credentials", "options": [{"secret_key": "hidden"}]},
+            r"value at \$",
+        ),
+        ("retry", "three", "AttributeError: |value at .*retry"),
+    ]:
+        settings = json.loads(whole)
+        settings["profiles"][kind] = settings["profiles"]["store"] | {kind: value}
+        config.write_text(json.dumps(settings))
+        with pytest.raises(OptionError, match=f"msc://{kind}/run: .*{config}: .*({said})") as refused:
+            stores.require_answer(stores.path_of(f"msc://{kind}/run"))
+        assert "hidden" not in "".join(traceback.format_exception(refused.value))
+
+
+def test_a_store_that_cannot_be_used_is_refused_when_training_starts(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later, its drain would go on trying, and say so in the log only."""
+    from megatron_datastates.mcore.training import arguments
+
+    monkeypatch.setattr(arguments, "msc_is_enabled", lambda: True)
+    config = tmp_path / "msc.json"
+    settings = json.loads(config.read_text())
+    settings["profiles"]["elsewhere"] = copy.deepcopy(settings["profiles"]["store"])
+    settings["profiles"]["elsewhere"]["storage_provider"]["options"]["base_path"] = "no-such-bucket"
+    config.write_text(json.dumps(settings))
+    arguments.check_object_stores(argparse.Namespace(save=RUN))
+    for url, said in [
+        ("msc://elsewhere/run", "--save msc://elsewhere/run cannot be listed: NoSuchBucket"),
+        ("msc://nobody/run", 'Profile "nobody" not found'),
+        ("s3://bucket/run", "--save s3://bucket/run: expected a directory, or msc://PROFILE/PATH"),
+    ]:
+        with pytest.raises((OptionError, StorageError), match=said):
+            arguments.check_object_stores(argparse.Namespace(save=url))
+    store.fail("GET list", EXPIRED)
+    with pytest.raises(StorageError, match=f"--load {RUN} cannot be listed: the object store refuses it"):
+        arguments.check_object_stores(argparse.Namespace(save="run", load=RUN))
 
 
 def test_a_release_that_does_not_use_the_client_refuses_a_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates import stores
 from megatron_datastates.config import Options, OptionSpec
-from megatron_datastates.errors import OptionError
-from megatron_datastates.files import is_object
+from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.files import is_object, path_of
 
 logger = logging.getLogger(__name__)
 FORMAT = "datastates"
@@ -114,9 +115,12 @@ def check_object_stores(args: Any) -> None:
     """Checks arguments that name object stores (`msc://PROFILE/PATH`), once Megatron has validated its own.
 
     Raises:
-        OptionError: they need an option, or the store cannot be used for what they name.
+        OptionError: they need an option, are URLs of another kind, or the store cannot be used for what they
+            name.
+        StorageError: the store does not answer.
     """
-    named = [name for name in _IN_STORES if is_object(getattr(args, name, None) or "")]
+    places = {name: _place(args, name) for name in _IN_STORES if getattr(args, name, None)}
+    named = [name for name, place in places.items() if is_object(place)]
     if named and not msc_is_enabled():
         how = (
             "give --enable-msc, too, and install"
@@ -136,12 +140,32 @@ def check_object_stores(args: Any) -> None:
             f"non-persistent checkpoints are not saved to an object store ({place}): expected "
             "--non-persistent-global-ckpt-dir in a file system"
         )
+    for name in named:
+        _require_answer(name, places[name])
     if "save" in named and getattr(args, "rank", 0) == 0 and options_of(args).near == default_near():
         logger.info(
             "--save is in an object store, so checkpoints are written to %s of each node first "
             "(--datastates-near names another directory)",
             default_near(),
         )
+
+
+def _place(args: Any, name: str) -> Path:
+    try:
+        return path_of(getattr(args, name))
+    except OptionError as error:
+        raise OptionError(f"{_flag(name)} {error}") from None
+
+
+def _require_answer(name: str, place: Path) -> None:
+    """Makes one request on each rank: an error on one alone would let the others wait for it."""
+    try:
+        stores.require_answer(place)
+    except OSError as error:
+        raise StorageError(
+            f"{_flag(name)} {place} cannot be listed: {error.strerror}. Correct the profile, its bucket or "
+            "its credentials, or start again once the store answers"
+        ) from error
 
 
 def _flag(name: str) -> str:
