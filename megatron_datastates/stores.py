@@ -18,7 +18,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 
@@ -30,6 +30,11 @@ _PREFIX = "msc:/"  # what is left of it in a Path
 _URL = re.compile(r"msc:/+([^/]+)/*(.*)", re.DOTALL)
 _END_BYTES = 256 << 10  # read at once with the end of an object, where footers are
 _NO_THREADS = "at interpreter shutdown"  # Python's refusal to start one
+# Of a Path: what would go to the file system, and what object stores do not do. (Others call `open`.)
+_REFUSED = (
+    *("rename", "replace", "glob", "rglob", "walk", "touch", "rmdir", "chmod", "lchmod", "readlink"),
+    *("symlink_to", "hardlink_to", "owner", "group", "copy", "copy_into", "move", "move_into"),
+)
 _OBJECT_MODE = stat.S_IFREG | 0o444
 
 
@@ -108,20 +113,19 @@ class ObjectPath(PosixPath):
         """Is refused: files.open_regular reads, and `write` and `upload` write."""
         raise self._unsupported("open")
 
-    def rename(self, target: object) -> NoReturn:
-        """Is refused, as object stores do."""
-        raise self._unsupported("rename")
-
-    def replace(self, target: object) -> NoReturn:
-        """Is refused, as object stores do."""
-        raise self._unsupported("replace")
-
-    def glob(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Is refused."""
-        raise self._unsupported("glob")
-
     def _unsupported(self, what: str) -> OSError:
         return OSError(errno.EOPNOTSUPP, f"{what} is not done in object stores", str(self))
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ObjectPath, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._unsupported(name)
+
+    return refuse
+
+
+for _name in _REFUSED:
+    setattr(ObjectPath, _name, _refusal(_name))
 
 
 def is_object(path: str | os.PathLike[str]) -> bool:

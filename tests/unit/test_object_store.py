@@ -394,6 +394,18 @@ def test_drains_end_before_the_interpreter_does(store: ObjectStore, tmp_path: Pa
     nodes.close()
 
 
+def test_the_end_of_a_job_waits_for_parts_that_are_slow(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_STALLED_SECONDS", 0.1)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
+    store.fail("PUT part", 1.0)  # seconds; the client has read all parts at once
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    check(nodes, 1)
+
+
 def test_megatrons_loop_ends_drains_before_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_datastates.mcore.training import loop
 
@@ -458,6 +470,29 @@ def test_a_profile_that_is_not_configured_is_named(store: ObjectStore) -> None:
         ds.open("msc://nobody/run/iter_0000001")
     with pytest.raises(OptionError, match="expected msc://PROFILE/PATH"):
         ds.open("msc://")
+
+
+def test_what_a_path_of_an_object_does_not_do_never_touches_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "msc:/store").mkdir(parents=True)  # what a call that takes the path for a file's would find
+    path: Any = stores.path_of(RUN)
+    calls: list[tuple[str, tuple[object, ...]]] = [
+        *((name, ()) for name in ("touch", "rmdir", "walk", "read_text", "readlink", "owner", "group")),
+        *(
+            ("chmod", (0o600,)),
+            ("symlink_to", ("other",)),
+            ("hardlink_to", ("other",)),
+            ("rename", ("other",)),
+        ),
+        *(("replace", ("other",)), ("glob", ("*",)), ("rglob", ("*",)), ("write_text", ("",))),
+        *(("write_bytes", (b"",)), ("open", ())),
+    ]
+    for name, arguments in calls:
+        with pytest.raises(OSError, match="is not done in object stores"):
+            getattr(path, name)(*arguments)
+    assert list((tmp_path / "msc:").rglob("*")) == [tmp_path / "msc:/store"]
 
 
 def test_a_configuration_that_the_client_cannot_use_is_named_without_its_secrets(

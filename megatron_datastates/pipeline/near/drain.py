@@ -47,7 +47,7 @@ _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts request
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _REPORTED_ATTEMPT = 3
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
-_STALLED_SECONDS_OBJECTS = 600.0  # the same while other nodes upload, which nobody sees
+_STALLED_SECONDS_OBJECTS = 600.0  # to object stores: of parts under way and of other nodes, nothing is seen
 
 
 class Drain:
@@ -190,8 +190,8 @@ class Drain:
 
     def _stalled_seconds(self) -> float:
         with self._changed:
-            waiting = not self._to_copy and bool(self._to_commit) and is_object(self._to_commit[0].far)
-        return _STALLED_SECONDS_OBJECTS if waiting else _STALLED_SECONDS
+            is_far = any(is_object(save.far) for save in (*self._to_copy, *self._to_commit))
+        return _STALLED_SECONDS_OBJECTS if is_far else _STALLED_SECONDS
 
     # -- the thread -------------------------------------------------------------------------------------
 
