@@ -146,6 +146,18 @@ def is_in_memory(path: Path, samples: int = 16) -> bool:
         return False
 
 
+Status = tuple[int, int, int]  # inode, bytes, time of the last change in ns
+
+
+def status_of(path: Path) -> Status | None:
+    """Returns what shows that a file was not written to again; None if it is gone. Raises OSError."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def changed_at(status: os.stat_result) -> float:
     """Returns when a file was written or, if it is in several directories, when it was linked last.
 

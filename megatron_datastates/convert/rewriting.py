@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from megatron_datastates.convert.uploads import upload_files
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import OptionError, StorageError
-from megatron_datastates.files import MANIFEST_BYTES, open_regular, read_regular
+from megatron_datastates.files import MANIFEST_BYTES, Status, open_regular, read_regular, status_of
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
@@ -38,6 +39,7 @@ from megatron_datastates.pipeline.documents import releases
 from megatron_datastates.pipeline.layouts import merge_layouts
 
 _COPIED_BYTES = 8 << 20  # of a file, in one go
+_FIRST_NEW = 1000  # of a rank's new files: a save by DCP numbers its few files from 0, and reuses those names
 _DCP_FILE = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp", re.ASCII)
 
 
@@ -70,7 +72,11 @@ class Rewriting(ABC):
 
     @abstractmethod
     def publish(self, written: Mapping[int, Any], same: Collection[int], faults: Faults) -> None:
-        """Replaces the index: it names the written files by number, and those that stay the same."""
+        """Replaces the index: it names the written files by number, and those that stay the same.
+
+        Raises:
+            StorageError: something has saved into the directory since it was read.
+        """
 
     def close(self) -> None:  # noqa: B027 - not each has something to close
         """Ends what `write` has begun."""
@@ -81,16 +87,18 @@ def rewriting_of(
     save_id: SaveId,
     progress: Progress = lambda bytes_done: None,
     folder: Path | None = None,
+    seen: Mapping[str, Status | None] = MappingProxyType({}),
 ) -> Rewriting:
     """Returns the files of a checkpoint. Raises OptionError for a format that is only read.
 
     Args:
+        seen: the files in the directory before it was read, of a checkpoint in a file system.
         folder: where files are made that are uploaded, of a checkpoint in an object store.
     """
     if isinstance(source, DataStatesSource):
         return _OwnFiles(source, save_id, progress, folder or source.directory)
     if isinstance(source, TorchDistSource):
-        return _DcpFiles(source, save_id, progress)
+        return _DcpFiles(source, save_id, progress, seen)
     raise OptionError(f"{source.directory} has format {source.format}: convert it first")
 
 
@@ -198,8 +206,14 @@ def _contents_of_own(source: DataStatesSource) -> list[RankContents]:
 class _DcpFiles(Rewriting):
     """Archives and objects are copied as they are, to other places."""
 
-    def __init__(self, source: TorchDistSource, save_id: SaveId, progress: Progress) -> None:
-        self._source, self._save_id, self._progress = source, save_id, progress
+    def __init__(
+        self,
+        source: TorchDistSource,
+        save_id: SaveId,
+        progress: Progress,
+        seen: Mapping[str, Status | None],
+    ) -> None:
+        self._source, self._save_id, self._progress, self._seen = source, save_id, progress, seen
         places: dict[str, list[tuple[Record, str, int | None]]] = defaultdict(list)
         for key, number, record in source.records():
             places[record.file].append((record, key, number))
@@ -256,8 +270,16 @@ class _DcpFiles(Rewriting):
         tensors = {key: entry for key, entry in self._source.tensors.items() if key in kept}
         index = encode_index(tensors, parts, self._source.dcp_facts)
         faults.point("publish weights")
+        self._require_unchanged()
         self.is_sent = True
         write_whole(self._source.directory / TORCH_DIST_INDEX, index, faults, self._save_id)
+
+    def _require_unchanged(self) -> None:
+        """Raises StorageError if a save, which uses the same names again, has written to what was read."""
+        directory = self._source.directory
+        for name in (TORCH_DIST_INDEX, *self.names):
+            if status_of(directory / name) != self._seen.get(name):
+                raise StorageError(f"{directory} was not rewritten: a save has written {name} meanwhile")
 
 
 def _new_names(names: Sequence[str], existing: Collection[str]) -> list[str]:
@@ -265,7 +287,7 @@ def _new_names(names: Sequence[str], existing: Collection[str]) -> list[str]:
     taken, found = set(existing) | set(names), []
     for name in names:
         match = _DCP_FILE.fullmatch(name)
-        rank, number = (match[1], int(match[2])) if match else ("0", 0)
+        rank, number = match[1] if match else "0", _FIRST_NEW
         while f"__{rank}_{number}.distcp" in taken:
             number += 1
         found.append(f"__{rank}_{number}.distcp")

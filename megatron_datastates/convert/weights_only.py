@@ -4,9 +4,10 @@ Protocol:
   1. write the journal, which names what will be made and what will be replaced, and lock it;
   2. write data files of what stays, under names that are new; a file that holds no optimizer state stays;
   3. once these are durable, replace the index (the manifest, or `.metadata`) by renaming: until then the
-     checkpoint is the old one, from then on the new one, and both are whole;
-  4. remove what the index does not name of what the journal names; write the sums of the new files to
-     Megatron's integrity.json, if there is one; then remove the journal.
+     checkpoint is the old one, from then on the new one, and both are whole. If a save has written into the
+     directory meanwhile, it is not replaced: torch_dist uses the names of files again;
+  4. remove what the index does not name of what the journal names, unless a save has written to it; write
+     the sums of the new files to Megatron's integrity.json, if there is one; then remove the journal.
 A call that finds a journal does step 4 first. So a kill leaves a whole checkpoint, and the next call removes
 what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pipeline/prune.py.
 
@@ -23,13 +24,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import secrets
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_datastates import stores
 from megatron_datastates.convert.integrity_file import (
@@ -49,7 +51,7 @@ from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError, OptionError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, is_object, names_in, read_regular
+from megatron_datastates.files import DOCUMENT_BYTES, Status, is_object, names_in, read_regular, status_of
 from megatron_datastates.format.directory import BACKEND, INTEGRITY_NAME, JOURNAL_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_optimizer_map, save_id_in_name
 from megatron_datastates.pipeline.runs import stored_bytes
@@ -68,6 +70,7 @@ class DropPlan:
     kept: list[RankContents]  # what stays of each data file
     changed: list[int]  # numbers of the files that do not stay as they are
     dropped_bytes: int  # of tensors and objects
+    seen: dict[str, Status | None]  # the files in the directory, before any was read
 
     @property
     def written(self) -> list[int]:
@@ -89,14 +92,16 @@ class _Journal:
     made: list[str]
     replaced: list[str]  # data files, which only the old index names
     beside: list[str]  # other files that go with these
+    seen: dict[str, Status | None]  # these, where a save may use their names again
 
 
 def plan_drop(directory: Path) -> DropPlan | None:
     """Plans to drop the optimizer's state of a checkpoint; returns None if it has none. Writes nothing.
 
     Raises:
-        DataStatesError: it cannot be read, is damaged, or holds nothing else.
+        DataStatesError, OSError: it cannot be read, is damaged, or holds nothing else.
     """
+    seen = {} if is_object(directory) else {name: status_of(directory / name) for name in names_in(directory)}
     source = open_source(directory)
     source.require_files()
     save_id = SaveId(secrets.randbits(63), 1)
@@ -108,7 +113,7 @@ def plan_drop(directory: Path) -> DropPlan | None:
     if not any(each.fragments for each in kept):
         raise OptionError(f"{directory} holds no weights, only the optimizer's state")
     changed |= _coupled(source, kept, changed)
-    return DropPlan(source, save_id, kept, sorted(changed), _dropped(source, before))
+    return DropPlan(source, save_id, kept, sorted(changed), _dropped(source, before), seen)
 
 
 def _coupled(source: Source, kept: list[RankContents], changed: set[int]) -> set[int]:
@@ -158,7 +163,7 @@ def drop_optimizer(
     before = stored_bytes(directory)
     with _place_for_files(plan) as folder:
         workers = Workers(limits.worker_count(len(plan.written) or 1), progress)
-        files = rewriting_of(plan.source, plan.save_id, workers.progress, folder)
+        files = rewriting_of(plan.source, plan.save_id, workers.progress, folder, plan.seen)
         sums = stored_sums(directory) or {}
         require_sums(directory, sums, [*_replaced(plan, files), *_indexes(plan)])
         points.point("write journal")
@@ -229,12 +234,14 @@ def _rewrite(plan: DropPlan, files: Rewriting, workers: Workers, points: Faults)
 
 
 def _journal_of(plan: DropPlan, files: Rewriting) -> _Journal:
+    replaced = _replaced(plan, files)
     return _Journal(
         plan.source.format,
         str(plan.save_id),
         [files.new_name(n) for n in plan.written],
-        _replaced(plan, files),
+        replaced,
         files.beside,
+        {} if plan.source.format == BACKEND else {name: plan.seen.get(name) for name in replaced},
     )
 
 
@@ -288,15 +295,15 @@ def _locked_journal(directory: Path) -> Iterator[None]:
 
 
 def _write_journal(directory: Path, journal: _Journal) -> None:
-    write_synced(directory / JOURNAL_NAME, json.dumps(dataclasses.asdict(journal)).encode())
+    write_synced(directory / JOURNAL_NAME, msgspec.json.encode(journal))
     sync_directory(directory)
 
 
 def _read_journal(directory: Path) -> _Journal | None:
     """Returns the journal; None if it is not whole. Raises OSError."""
     try:
-        return _Journal(**json.loads(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES)))
-    except (ValueError, TypeError, RecursionError):
+        return msgspec.json.decode(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES), type=_Journal)
+    except (ValueError, RecursionError):  # msgspec raises ValueErrors
         return None
 
 
@@ -318,7 +325,7 @@ def _finish(directory: Path, journal: _Journal, points: Faults, is_sent: bool = 
     for name in names:
         if "/" in name or name in ("", ".", ".."):
             raise FormatError(f"{directory / JOURNAL_NAME} is damaged: it names {name!r}")
-        if name not in named:
+        if name not in named and not _is_overwritten(directory / name, journal):
             points.point("remove replaced")
             (directory / name).unlink(missing_ok=True)
     if not is_old:
@@ -329,6 +336,11 @@ def _finish(directory: Path, journal: _Journal, points: Faults, is_sent: bool = 
         (directory / JOURNAL_NAME).unlink()
         sync_directory(directory)
     return not is_old
+
+
+def _is_overwritten(path: Path, journal: _Journal) -> bool:
+    """Returns whether a save has begun to write to a file that it has in common with the old checkpoint."""
+    return path.name in journal.seen and status_of(path) != journal.seen[path.name]
 
 
 def _renew_sums(directory: Path, renewed: Collection[str], points: Faults) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import look, weights_only
+from megatron_datastates.convert import look, rewriting, weights_only
 from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import is_weight
@@ -219,9 +220,51 @@ def test_an_error_leaves_the_checkpoint_as_it_was(root: Path, point: str) -> Non
     assert {one.name for one in path.iterdir()} == names and contents(open_source(path)) == before
 
 
+def save_again(path: Path, metadata: bool = True) -> None:
+    """Writes a checkpoint as DCP does, under the names of the old one's files."""
+    whole = {**tensors_of(9), **objects_of(9)}
+    writer = dcp.FileSystemWriter(path, thread_count=2)
+    before = (path / ".metadata").read_bytes()
+    dcp.save(whole, storage_writer=writer, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    if not metadata:
+        (path / ".metadata").write_bytes(before)
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "under way"])
+def test_a_save_by_dcp_that_came_meanwhile_stays_as_it_is(
+    both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    path = place(Path(shutil.copytree(both / "torch_dist", tmp_path / "run")), 1)
+    written = dict[str, bytes]()
+
+    def publish(*how: Any) -> None:
+        save_again(path, is_whole)
+        names = {one.name for one in path.iterdir()} - {JOURNAL_NAME, *map(how[0].new_name, range(2))}
+        written.update({name: (path / name).read_bytes() for name in names})
+        original(*how)
+
+    original = rewriting._DcpFiles.publish
+    monkeypatch.setattr(rewriting._DcpFiles, "publish", publish)
+    with pytest.raises(StorageError, match=r"was not rewritten: a save has written .* meanwhile"):
+        drop(path)
+    assert {one.name: one.read_bytes() for one in path.iterdir()} == written
+    if is_whole:
+        require_good(path)
+
+
+def test_files_that_a_save_by_dcp_has_begun_to_write_are_not_removed(both: Path, tmp_path: Path) -> None:
+    path = place(Path(shutil.copytree(both / "torch_dist", tmp_path / "run")), 1)
+    call_and_be_killed(lambda: drop_optimizer(plan_drop(path), faults="remove replaced:1:kill"))
+    old = json.loads((path / JOURNAL_NAME).read_bytes())["replaced"]
+    (path / old[0]).write_bytes(b"of a save that is under way")
+    assert finish_drop(path)
+    assert [(path / name).exists() for name in old] == [True, *[False] * (len(old) - 1)]
+    require_good(path)
+
+
 def test_a_journal_leads_to_no_other_directory(root: Path) -> None:
     path = place(root, 1)
-    hostile = {"format": open_source(path).format, "save_id": "", "made": [], "beside": []}
+    hostile = {"format": open_source(path).format, "save_id": "", "made": [], "beside": [], "seen": {}}
     (path / JOURNAL_NAME).write_text(json.dumps({**hostile, "replaced": [f"../{TRACKER}"]}))
     with pytest.raises(Exception, match="is damaged: it names"):
         finish_drop(path)
