@@ -28,6 +28,7 @@ from megatron_datastates.seekable import SeekableReads
 SCHEME = "msc://"
 _PREFIX = "msc:/"  # what is left of it in a Path
 _URL = re.compile(r"msc:/+([^/]+)/*(.*)", re.DOTALL)
+_SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # also what is left of a URL in a Path
 _END_BYTES = 256 << 10  # read at once with the end of an object, where footers are
 _NO_THREADS = "at interpreter shutdown"  # Python's refusal to start one
 # Of a Path: what would go to the file system, and what object stores do not do. (Others call `open`.)
@@ -142,8 +143,8 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not text:
         raise OptionError("expected a directory, found an empty path")
-    scheme, colon, _ = text.partition("://")
-    if colon and scheme != SCHEME.removesuffix("://"):
+    scheme = _SCHEME_IN_PATH.match(text)
+    if scheme is not None and scheme[0] != _PREFIX:
         raise OptionError(f"{text}: expected a directory, or msc://PROFILE/PATH of an object store")
     if isinstance(path, ObjectPath) or not text.startswith(_PREFIX):
         return Path(path) if not isinstance(path, Path) else path

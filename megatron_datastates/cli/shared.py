@@ -42,8 +42,11 @@ _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "exp
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
-def placed(directory: Path) -> Path:
-    """Returns the path that an argument names, in an object store (`msc://PROFILE/PATH`), too."""
+def placed(directory: str | os.PathLike[str]) -> Path:
+    """Returns the path that an argument names, in an object store (`msc://PROFILE/PATH`), too.
+
+    Ends the command with exit code 2 if it is a URL of another kind.
+    """
     try:
         path = path_of(directory)
     except OptionError as error:
@@ -60,30 +63,25 @@ def _keep_client_quiet() -> None:
     logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
 
-def readable(directory: Path) -> Path:
-    """Returns `placed(directory)`; ends the command with exit code 2 if the path is not valid UTF-8."""
+def readable(path: Path) -> Path:
+    """Checks an argument: ends the command with exit code 2 if the path is not valid UTF-8."""
     try:
-        require_utf8(directory)
+        require_utf8(path)
     except StorageError as error:
         cannot(error)
-    return placed(directory)
+    return path
 
 
-def local(directory: Path) -> Path:
+def local(path: Path) -> Path:
     """Checks an argument that has to be in a file system: ends the command with exit code 2 if it is not."""
-    if is_object(directory):
-        where = placed(directory)
-        cannot(
-            OptionError(
-                f"{where} is in an object store: expected a directory of a file system. Copy it to one first"
-            )
-        )
-    return directory
+    if is_object(path):
+        cannot(OptionError(f"{path} is in an object store: expected a path in a file system"))
+    return path
 
 
-def local_readable(directory: Path) -> Path:
+def local_readable(path: Path) -> Path:
     """Checks what `local` and `readable` check; returns the path."""
-    return readable(local(directory))
+    return readable(local(path))
 
 
 def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], Command]:
@@ -94,9 +92,9 @@ def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], 
 
 
 class _CheckedPath(click.Path):
-    """A path that a function checks, and may replace."""
+    """A path in a file system or an object store, which a function may check further."""
 
-    def __init__(self, check: Callable[[Path], Path]) -> None:
+    def __init__(self, check: Callable[[Path], Path] = lambda path: path) -> None:
         super().__init__(path_type=Path)
         self._check = check
 
@@ -104,12 +102,13 @@ class _CheckedPath(click.Path):
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> Path:
         super().convert(value, param, ctx)  # fails if it is there and cannot be read
-        is_completing = ctx is not None and ctx.resilient_parsing
-        return Path(value) if is_completing else self._check(Path(value))
+        if ctx is not None and ctx.resilient_parsing:  # it is being completed
+            return Path(value)
+        return self._check(placed(value))
 
 
-PATH = click.Path(path_type=Path)
-PLACED = _CheckedPath(placed)
+PATH = _CheckedPath(local)
+PLACED = _CheckedPath()
 READABLE = _CheckedPath(readable)
 LOCAL_READABLE = _CheckedPath(local_readable)
 

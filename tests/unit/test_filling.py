@@ -301,8 +301,10 @@ def test_an_iteration_may_be_of_numpy(tmp_path: Path) -> None:
     assert ds.open(tmp_path / "c").manifest.iteration == 7
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/x", "file:///tmp/x", ""])
-def test_what_is_no_directory_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["s3://bucket/x", Path("s3://bucket/x"), "file:///tmp/x", ""])
+def test_what_is_no_directory_is_refused(
+    path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (lambda: ds.save({"w": torch.zeros(4)}, path, **SMALL), lambda: ds.load(path)):
         with pytest.raises(OptionError, match="expected a directory"):

@@ -129,7 +129,7 @@ def test_a_model_is_imported_as_a_run_in_a_store(
     code, _, err = run("import", tmp_path / "hf", "msc://store/new")
     assert code == 2 and f"{TRACKER_NAME} cannot be read" in err
     code, _, err = run("import", "msc://store/hf", tmp_path / "other")
-    assert code == 2 and "is in an object store: expected a directory of a file system" in err
+    assert code == 2 and "is in an object store: expected a path in a file system" in err
     assert not list(scratch.iterdir())
 
 

@@ -249,3 +249,24 @@ def test_what_the_stores_client_logs_of_its_attempts_is_not_printed() -> None:
     for path, expected in (("here", "Attempt 1 failed\n"), ("msc://store/run", "")):
         words = [sys.executable, "-c", code.replace("PATH", repr(path))]
         assert subprocess.run(words, capture_output=True, text=True, check=True).stderr == expected
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs:/bucket/x"])
+def test_urls_of_other_kinds_are_no_local_paths(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ("ls", url),
+        ("verify", url),
+        ("convert", tmp_path, url),
+        ("export", tmp_path, url),
+        ("report", tmp_path, "--out", url),
+        ("prune", url, "--keep-last", 1),
+    ):
+        code, out, err = run(*command)
+        assert (code, out) == (2, ""), command
+        assert err == f"datastates: {url}: expected a directory, or msc://PROFILE/PATH of an object store\n"
+    code, _, err = run("report", tmp_path, "--out", "msc://store/x")
+    assert code == 2 and "msc://store/x is in an object store: expected a path in a file system" in err
+    assert not list(tmp_path.iterdir())
