@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,7 +114,13 @@ def test_a_fence_that_may_wait_for_longer_than_process_groups_is_warned_of(
 
 
 @pytest.mark.parametrize("given", [{"near_replicas": 1}, {"drain_every": 5}, {"drain_limit": 10**9}])
-def test_options_of_a_near_tier_need_one(given: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_a_near_tier_need_one(
+    given: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     flag = "--datastates-" + next(iter(given)).replace("_", "-")
     args = namespace(**{f"datastates_{name}": value for name, value in given.items()})
     with pytest.raises(OptionError, match=f"^{flag} needs --datastates-near DIR"):
@@ -123,6 +132,30 @@ def test_options_of_a_near_tier_need_one(given: dict[str, int], caplog: pytest.L
     args.save = "msc://store/run"
     arguments.check_near_options(args, arguments.options_of(args))
     arguments.check_near_options(args, Options(near_keep=2))
+
+
+@pytest.mark.parametrize("fault", ["", "a link", "of another user", "others write to it", "a file"])
+def test_the_near_tier_in_the_folder_for_temporary_files_is_this_users_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    args = namespace(save="msc://store/run")
+    path = Path(arguments.options_of(args).near)
+    assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o700
+    if fault == "others write to it":
+        path.chmod(0o777)
+    elif fault == "of another user":
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        path.rename(tmp_path / "datastates-near-12345")
+    elif fault:
+        path.rename(tmp_path / "other")
+        path.symlink_to("other") if fault == "a link" else path.touch()
+    if fault:
+        with pytest.raises(OptionError, match=r"may not be this user's alone|cannot be used"):
+            arguments.options_of(args)
+    assert Path(arguments.options_of(namespace(save="msc://store/run", datastates_near="/x")).near) == Path(
+        "/x"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -102,8 +103,29 @@ def options_of(args: Any) -> Options:
 
 
 def default_near() -> str:
-    """Returns the near tier for saves to an object store, where no other one is given."""
-    return os.path.join(tempfile.gettempdir(), f"{_NEAR_FOLDER}-{os.getuid()}")  # noqa: PTH118
+    """Returns the near tier for saves to an object store, where no other one is given.
+
+    Makes it, as anybody can foresee its name: whoever else owned it could read weights, and put a newer
+    checkpoint there, which would be resumed from.
+
+    Raises:
+        OptionError: it cannot be made, or others may write to it.
+    """
+    path = Path(tempfile.gettempdir(), f"{_NEAR_FOLDER}-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise OptionError(
+            f"the near tier {path} cannot be used ({error.strerror}): name another one with --datastates-near"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OptionError(
+            f"the near tier {path} may not be this user's alone: expected a directory that user "
+            f"{os.getuid()} owns and nobody else may write to, found {stat.filemode(found.st_mode)} of user "
+            f"{found.st_uid}. Remove it, or name another one with --datastates-near"
+        )
+    return str(path)
 
 
 def is_converting(args: Any) -> bool:
