@@ -58,7 +58,10 @@ make_environment() {
   if [[ ! -e $env/incomplete ]] && $python -m pip --version >/dev/null 2>&1 &&
     grep -qF "$(pwd -P)/$env/" "$env/bin/pip" &&
     [[ -z "${PYTHON:-}" || $("$PYTHON" -V 2>&1) == "$($python -V)" ]]; then
-    return
+    [[ $($python -V) =~ \ 3\.1[234]\. ]] && return
+    say "$env has $($python -V), expected 3.12, 3.13 or 3.14: remove it, or let it be replaced:" >&2
+    say "make env PYTHON=path/to/python3.12" >&2
+    exit 1
   fi
   found=$(tools/env/find_python.sh)
   say "making $env with $("$found" -V) ($found)"

@@ -4,6 +4,7 @@
 # Arguments: releases (default: the last of each supported older minor version), or folders with a checkout of
 # Megatron-LM. ARGS is passed to pytest.
 set -euo pipefail
+shopt -s inherit_errexit # in $(overlay ...): a folder that pip could not fill is not complete
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=.venv/bin/python
