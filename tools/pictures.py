@@ -62,7 +62,7 @@ TITLE = re.compile("<title>(.*)</title>")
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the pictures of commands, or check them.")
     parser.add_argument("--check", action="store_true", help="only say which pictures are out of date")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--folder", type=lambda text: Path(text).resolve(), default=FOLDER)
     chosen = parser.parse_args()
     if not chosen.check:
         make(chosen.folder)

@@ -296,7 +296,7 @@ def _parse() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("checkout", type=Path, help="a checkout of Megatron-LM, at the release to test")
+    add("checkout", type=_absolute, help="a checkout of Megatron-LM, at the release to test")
     add("--files", nargs="+", metavar="FILE", help=f"only these files of {FOLDER}")
     add("-k", metavar="EXPRESSION", help="only these tests, as in pytest")
     add("--ranks", type=int, default=8, help="processes; the tests are written for 8 (default)")
@@ -304,7 +304,7 @@ def _parse() -> argparse.Namespace:
     add("--record", action="store_true", help="record the outcomes as expected")
     add(
         "--recorded",
-        type=Path,
+        type=_absolute,
         default=RECORDED,
         metavar="JSON",
         help="the record (default: beside this script)",
@@ -316,11 +316,14 @@ def _parse() -> argparse.Namespace:
         metavar="SECONDS",
         help="restart ranks after so long without progress (default 240)",
     )
-    add("--scratch", type=Path, metavar="FOLDER", help="where checkpoints are written (default: /tmp)")
-    add("--logs", type=Path, metavar="FOLDER", help="keep the output of the ranks in this folder")
-    arguments = parser.parse_args()
-    arguments.checkout = arguments.checkout.resolve()
-    return arguments
+    add("--scratch", type=_absolute, metavar="FOLDER", help="where checkpoints are written (default: /tmp)")
+    add("--logs", type=_absolute, metavar="FOLDER", help="keep the output of the ranks in this folder")
+    return parser.parse_args()
+
+
+def _absolute(text: str) -> Path:
+    """Returns a path that stays the same when this process goes to the checkout."""
+    return Path(text).resolve()
 
 
 def _choose(folder: Path, names: list[str] | None) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.upstream_conformance import Result, differences, merge, record
+from tools.upstream_conformance import Result, _parse, differences, merge, record
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/upstream_conformance.py"
 
@@ -50,6 +50,17 @@ def test_of_numbers(number):
 def test_skipped():
     pytest.skip("not today")
 """
+
+
+def test_files_of_the_user_are_where_the_command_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = "--recorded r.json --logs logs --scratch scratch"
+    monkeypatch.setattr(sys, "argv", ["tool", "checkout", *options.split()])
+    chosen = _parse()
+    found = [chosen.checkout, chosen.recorded, chosen.logs, chosen.scratch]
+    assert found == [tmp_path / name for name in ("checkout", "r.json", "logs", "scratch")]
 
 
 def entry(tests: int, *exceptions: tuple[str, str, str, list[str]]) -> dict[str, object]:
