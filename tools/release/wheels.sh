@@ -4,7 +4,7 @@
 # that is linked statically, so that a wheel needs no C++ runtime. auditwheel checks what it needs and sets its tag.
 # With a container engine, cibuildwheel does the same natively (pyproject.toml).
 #
-# Arguments: Pythons, for example python3.11 python3.12 python3.13: a wheel for each. ARCHS selects processors.
+# Arguments: Pythons, for example python3.11 python3.12 python3.13 python3.14: a wheel for each. ARCHS selects processors.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
