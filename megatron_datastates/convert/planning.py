@@ -97,7 +97,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     needed = sum(sizes) + sum(source.object_bytes(key) for key in source.objects)
     needed += sum(source.stream_bytes(key) for key in source.streams)
     if is_object(target):
-        refuse_object_target(target, needed)
+        refuse_object_target(target, needed, [*source.other_files, *source.other_directories])
     else:
         refuse_target(target, needed, makes_parents=True)
     return Plan(source, target, format, files, sizes)

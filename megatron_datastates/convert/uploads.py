@@ -1,37 +1,46 @@
 """Targets in object stores: what a conversion has written here is brought there, as a drain does it.
 
 Protocol: data files first, each block's checksum compared on the way; then what else belongs to the
-checkpoint, and the manifest as the last object (pipeline/commit.py). What a kill leaves has no manifest, so
-it is no checkpoint, and `datastates prune` removes it.
+checkpoint, and the manifest as the last object (pipeline/commit.py). Meanwhile the target is claimed
+(sinks/target.py), as these names are not a call's own, like those of data files. What a kill leaves has no
+manifest, so it is no checkpoint, and `datastates prune` removes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
-from megatron_datastates.convert.sinks.target import require_scratch
+from megatron_datastates.convert.sinks.target import claimed, require_scratch
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import read_small
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, open_regular
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import FileEntry, Manifest
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 
 
-def refuse_object_target(target: Path, needed_bytes: int) -> None:
+def refuse_object_target(target: Path, needed_bytes: int, names: Collection[str]) -> None:
     """Checks that a checkpoint can be made in an object store, by way of the directory for temporary files.
 
+    Args:
+        names: of the files and directories that it will have beside its data. With data files, they may be
+            what a killed call has left.
+
     Raises:
-        StorageError: there is one already, or fewer than `needed_bytes` are free in that directory.
-        OSError: the store cannot be asked.
+        StorageError: there is one already, or anything else, or fewer than `needed_bytes` are free in that
+            directory.
+        OSError: the store cannot be asked, or has no such bucket.
     """
     _refuse_checkpoint(target)
+    for name in (one.name for one in stores.all_below(target)):
+        if not is_own_file_name(name) and name.partition("/")[0] not in names:
+            raise StorageError(f"{target} exists, with {name}: choose another target, or remove it first")
     require_scratch(needed_bytes)
 
 
@@ -59,16 +68,18 @@ def publish_uploaded(folder: Path, target: Path, manifest: Manifest) -> None:
     """Uploads all that a checkpoint has beside its data files, and publishes it.
 
     Raises:
-        StorageError: another call has made a checkpoint there meanwhile. It stays as it is.
+        StorageError: another call makes a checkpoint there, or has made one meanwhile. It stays as it is.
         DataStatesError, OSError: as upload_files.
     """
-    _refuse_checkpoint(target)  # these names are not this call's own, as those of data files are
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name, *(file.name for file in manifest.files)}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder)
-        if path.is_file() and str(name) not in known:
-            with open_regular(path) as file:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [name for path in files if (name := str(path.relative_to(folder))) not in known]
+    looked_at = {MANIFEST_NAME, METADATA_NAME}  # by _refuse_checkpoint
+    with claimed(target, lambda name: is_own_file_name(name) or name in {*names, *looked_at}):
+        _refuse_checkpoint(target)
+        for name in names:
+            with open_regular(folder / name) as file:
                 stores.upload(target / name, file)
-    metadata = read_small(folder / METADATA_NAME, DOCUMENT_BYTES)
-    index = read_small(folder / manifest.index.name, INDEX_BYTES)
-    Commit(target, manifest.save_id, SmallFiles(manifest, index, metadata), Faults("")).publish()
+        metadata = read_small(folder / METADATA_NAME, DOCUMENT_BYTES)
+        index = read_small(folder / manifest.index.name, INDEX_BYTES)
+        Commit(target, manifest.save_id, SmallFiles(manifest, index, metadata), Faults("")).publish()

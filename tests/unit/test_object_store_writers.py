@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ pytest.importorskip("moto")
 
 from megatron_datastates import stores
 from megatron_datastates.convert import job, uploads
+from megatron_datastates.convert import run as conversions
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.weights_only import UnfinishedError, drop_optimizer, plan_drop
@@ -127,6 +129,53 @@ def test_a_checkpoint_that_was_made_meanwhile_stays(
     assert (code, out) == (2, "") and f"{target} exists: choose another target" in err
     assert verify(target).faults == [] and run("diff", tmp_path / "2" / "iter_0000001", target)[0] == 0
     assert not list(scratch.iterdir())
+
+
+def test_of_two_conversions_at_once_one_at_most_goes_on(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (1, 2):
+        stored = arguments(LLAMA, seed=seed)
+        save_model(tmp_path / str(seed) / "iter_0000001", stored, state(stored))
+    target, others = "msc://store/converted/iter_0000001", list[str]()
+
+    class Overtaken(uploads.Commit):
+        def publish(self) -> bool:
+            monkeypatch.undo()
+            code, _, err = run("convert", tmp_path / "2" / "iter_0000001", target)
+            others.append(err)
+            assert code == 2
+            return super().publish()
+
+    monkeypatch.setattr(uploads, "Commit", Overtaken)
+    assert run("convert", tmp_path / "1" / "iter_0000001", target)[0] == 0
+    assert f"{target} exists, with .datastates-claim-" in others[0]
+    assert run("diff", tmp_path / "1" / "iter_0000001", target)[0] == 0
+    assert not [one.name for one in stores.all_below(stores.path_of(target)) if "claim" in one.name]
+
+
+def test_a_conversion_writes_into_nothing_else(store: ObjectStore, tmp_path: Path) -> None:
+    stored = arguments(LLAMA, seed=1)
+    save_model(tmp_path / "iter_0000001", stored, state(stored))
+    stores.write(stores.path_of("msc://store/model/config.json"), b"{}")
+    code, _, err = run("convert", tmp_path / "iter_0000001", "msc://store/model")
+    assert code == 2 and "msc://store/model exists, with config.json: choose another target" in err
+    assert store.requests["PUT"] == 1
+
+
+def test_a_bucket_that_does_not_exist_is_named_before_anything_is_made(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = arguments(LLAMA, seed=1)
+    save_model(tmp_path / "iter_0000001", stored, state(stored))
+    monkeypatch.setattr(conversions, "convert", lambda *_, **__: pytest.fail("it was converted first"))
+    configured = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
+    other = json.loads(json.dumps(configured["profiles"]["store"]))
+    other["storage_provider"]["options"]["base_path"] = "nobucket"
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"nobucket": other}}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    code, _, err = run("convert", tmp_path / "iter_0000001", "msc://nobucket/run/iter_0000001")
+    assert code == 2 and "iter_0000001: NoSuchBucket: " in err
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])

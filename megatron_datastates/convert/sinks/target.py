@@ -24,7 +24,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def _upload(made: Path, target: Path) -> None:
         return
     files = [path for path in made.rglob("*") if path.is_file()]
     names = [str(path.relative_to(made)) for path in sorted(files, key=_upload_order)]
-    with _claimed(target):
+    with claimed(target):
         try:
             for name in names:
                 with open_regular(made / name) as file:
@@ -157,12 +157,20 @@ def _upload_order(path: Path) -> tuple[bool, bool, Path]:
 
 
 @contextlib.contextmanager
-def _claimed(target: Path) -> Iterator[None]:
-    """Makes sure that no other call uploads to the names below `target`. Raises StorageError if one does."""
+def claimed(target: Path, may_be_there: Callable[[str], bool] = lambda name: False) -> Iterator[None]:
+    """Makes sure that no other call uploads to the names below `target`.
+
+    Args:
+        may_be_there: says of the name of an object below it whether it does not matter.
+
+    Raises:
+        StorageError: another call does, or there is something already.
+    """
     claim = target / f"{_CLAIM}{secrets.token_hex(8)}"
     try:
         stores.write(claim, b"")
-        if [one.name for one in stores.all_below(target)] != [claim.name]:
+        names = {one.name for one in stores.all_below(target)}
+        if claim.name not in names or not all(map(may_be_there, names - {claim.name})):
             raise StorageError(f"{target} exists, or another call is writing it: choose another target")
         yield
     finally:
