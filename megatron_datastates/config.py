@@ -15,6 +15,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from megatron_datastates.errors import OptionError
+from megatron_datastates.files import is_object, path_of
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
 _SWITCH = "ENABLE"  # a variable that is no option: saves through torch_dist are ours (mcore/switch.py)
@@ -104,6 +105,12 @@ def _seconds(text: str) -> float:
     if not 0 < value < 1e9:
         raise ValueError("expected a number of seconds above 0 and below 1e9")
     return value
+
+
+def _local_directory(text: str) -> str:
+    if text and is_object(path_of(text)):
+        raise ValueError("expected a directory of a file system")
+    return text
 
 
 _threads, _count, _positive, _level = _whole(1, 64), _whole(0, 9999), _whole(1, 9999), _whole(0, 19)
@@ -253,7 +260,7 @@ class Options:
     )
     near: str = _option(
         "",
-        str,
+        _local_directory,
         "DIR",
         "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
         "first; from there they are brought to --save in the background. Variables such as $TMPDIR are those "

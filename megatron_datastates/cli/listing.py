@@ -11,6 +11,7 @@ import click
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
+    PATH,
     Table,
     cannot,
     json_option,
@@ -36,11 +37,10 @@ _WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadab
 @click.option(
     "--near",
     metavar="DIR",
-    default="",
-    show_default=False,
+    type=PATH,
     help="Also list what this node's near tier (--datastates-near) holds.",
 )
-def list_checkpoints(root: Path, as_json: bool, near: str) -> None:
+def list_checkpoints(root: Path, as_json: bool, near: Path | None) -> None:
     """List the checkpoints of a run, and whether they are complete.
 
     For each: its format, size, date, ranks and parallelism. Where no directory has one of Megatron's names
@@ -98,7 +98,7 @@ def _plain(look: Look) -> dict[str, Any]:
     }
 
 
-def _near_files(look: Look, root: Path, near: str) -> dict[str, Any]:
+def _near_files(look: Look, root: Path, near: Path | None) -> dict[str, Any]:
     if not near:
         return {}
     held = near_iterations(near_run(near_root(near), root))
@@ -112,7 +112,7 @@ def _near_files(look: Look, root: Path, near: str) -> dict[str, Any]:
     }
 
 
-def _print_near(near: str, held: Mapping[int, Holding], looks: list[Look]) -> None:
+def _print_near(near: Path, held: Mapping[int, Holding], looks: list[Look]) -> None:
     say(
         f"In the near tier {near_root(near)} of this node:"
         if held

@@ -225,6 +225,8 @@ def test_a_program_may_give_values_or_text(name: str, given: object, wanted: obj
         ("slot_size", "4MB", "a multiple of 1MiB"),
         ("fence_deadline", "soon", "a number of seconds"),
         ("on_failure", "ignore", "expected raise or warn"),
+        ("near", "msc://store/near", "expected a directory of a file system"),
+        ("near", "s3://bucket/near", "expected a directory, or msc://PROFILE/PATH"),
         ("providers", 3, "expected a text, found int"),
         ("slot_sise", 1, "did you mean slot_size?"),
         ("nothing_like_it", 1, "`datastates options` lists all"),

@@ -18,7 +18,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.jobs import JOBS_NAME
@@ -132,6 +132,14 @@ def test_an_error_of_any_rank_fails_all(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(recovery._Recovery, "look", look)
     with pytest.raises(StorageError, match="Stale file handle"):
         resume(Nodes(tmp_path), tmp_path / "near0")
+
+
+def test_a_near_tier_is_in_a_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE", "msc://store")
+    with pytest.raises(OptionError, match="the near tier msc://store/near is in an object store"):
+        near_root("$NODE/near")
+    monkeypatch.setenv("NODE", "/disk")
+    assert near_root("$NODE/near") == Path("/disk/near")
 
 
 # -- in the middle of a load --------------------------------------------------------------------------------

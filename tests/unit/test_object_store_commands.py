@@ -94,6 +94,7 @@ def test_ls_lists_a_run_and_what_the_near_tier_has_of_it(
     nodes = FarNodes(tmp_path)
     save(nodes, 4)
     nodes.close()
+    assert run("ls", RUN, "--near", "msc://store/near")[0] == 2
     code, out, err = run("ls", RUN, "--near", nodes.roots[0])
     assert code == 0 and "iteration 4: 1 data file" in out, err
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import MANIFEST_BYTES, is_object, put_back, read_regular
+from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.files import MANIFEST_BYTES, is_object, path_of, put_back, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
@@ -66,12 +66,18 @@ def nodes_in(folder: Path) -> Nodes | None:
     return nodes if 0 <= nodes.own < len(nodes.nodes) else None
 
 
-def near_root(option: str) -> Path:
+def near_root(option: str | os.PathLike[str]) -> Path:
     """Returns the directory that `--datastates-near` names, with the environment's variables filled in.
 
     Each node has its own environment: launchers say there where its disk is mounted.
+
+    Raises:
+        OptionError: with these it is a URL.
     """
-    return Path(os.path.expandvars(option)).absolute()
+    root = path_of(os.path.expandvars(option))
+    if is_object(root):
+        raise OptionError(f"the near tier {root} is in an object store: expected a directory of each node")
+    return root.absolute()
 
 
 def near_run(root: Path, run: Path) -> Path:
