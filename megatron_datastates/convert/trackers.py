@@ -16,7 +16,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
     iteration_name,
 )
-from megatron_datastates.pipeline.run_folders import tracked_name
+from megatron_datastates.pipeline.run_folders import has_folder, tracked_name
 
 
 def how_to_load(source: Path, target: Path) -> str:
@@ -37,7 +37,8 @@ def how_to_load(source: Path, target: Path) -> str:
 def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
     """Names in the target's tracker what the source's names, if it was converted.
 
-    Returns what came of it, and whether the target lacks what the source's tracker names.
+    Returns what came of it, and whether the target lacks what the source's tracker names. Raises StorageError
+    if that cannot be seen.
     """
     try:
         name = tracked_name(source)
@@ -46,8 +47,8 @@ def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
     if name is None:
         text = f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
         return text, False
-    if not (target / name).is_dir():
-        why = "was not converted" if (source / name).is_dir() else "is missing"
+    if not has_folder(target, name):
+        why = "was not converted" if has_folder(source, name) else "is missing"
         return (
             f"{source / TRACKER_NAME} names {name}, which {why}: "
             f"choose another with --load {target} --ckpt-step N"

@@ -40,7 +40,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
     Raises:
         OptionError: an iteration is given for what is no run.
         NotACheckpointError: the run has no such iteration, or no tracker that names one.
-        StorageError: the directory cannot be listed, or its tracker not be read.
+        StorageError: the directory cannot be listed, or its tracker cannot be read.
     """
     if not is_run(directory):
         if iteration is not None and directory.is_dir():
@@ -48,7 +48,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
         return Chosen(directory)
     if iteration is not None:
         found = directory / iteration_name(iteration)
-        if not found.is_dir():
+        if not has_folder(directory, found.name):
             raise NotACheckpointError(
                 f"{directory} has no iteration {iteration}: {_what_there_is(directory)}"
             )
@@ -59,7 +59,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
             f"{directory} is a run whose {TRACKER_NAME} is missing or names no checkpoint: choose one by "
             f"--iteration; {_what_there_is(directory)}"
         )
-    if not (directory / name).is_dir():
+    if not has_folder(directory, name):
         raise NotACheckpointError(
             f"{directory / TRACKER_NAME} names {name}, which is missing: choose another by --iteration; "
             f"{_what_there_is(directory)}"
@@ -78,12 +78,30 @@ def is_run(directory: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise StorageError(
-            f"{directory} cannot be listed: {error.strerror}", code=error.errno or 0, path=str(directory)
-        ) from error
+        raise _not_listed(directory, error) from error
     if TORCH_DIST_INDEX in names or any(map(is_own_file_name, names)) or stored_backend(directory):
         return False
     return TRACKER_NAME in names or any(is_checkpoint_name(name) for name in names)
+
+
+def has_folder(run: Path, name: str) -> bool:
+    """Returns whether there is a directory of this name in a run's.
+
+    Raises:
+        StorageError: that cannot be seen, as while a store does not answer.
+    """
+    try:
+        return bool(folders_in(run, lambda one: one == name))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _not_listed(run, error) from error
+
+
+def _not_listed(directory: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{directory} cannot be listed: {error.strerror}", code=error.errno or 0, path=str(directory)
+    )
 
 
 def other_checkpoints(directory: Path) -> str:

@@ -17,9 +17,12 @@ pytest.importorskip("multistorageclient")
 pytest.importorskip("moto")
 
 from megatron_datastates import stores
+from megatron_datastates.convert.trackers import copy_tracker
+from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.run_folders import has_folder
 from tests.support.object_store import EXPIRED, RUN, UNAVAILABLE, Answer, ObjectStore
 from tests.unit.command import run
 from tests.unit.hf_models import LLAMA, arguments, state
@@ -157,6 +160,20 @@ def test_a_tracker_that_cannot_be_read_is_not_missing(
     assert code == 0 and f"{tracker} cannot be read: " in out and "--ckpt-step 9" in out
     store.heal()
     assert stores.read_whole(stores.path_of(tracker)) == b"3", "it is not written over"
+
+
+def test_a_checkpoint_in_a_store_that_does_not_answer_is_not_called_missing(
+    local: Path, store: ObjectStore
+) -> None:
+    run_there = stores.path_of(RUN)
+    assert copy_tracker(local, run_there)[1] is False
+    store.fail("GET list", EXPIRED)
+    with pytest.raises(StorageError, match=f"{RUN} cannot be listed: "):
+        copy_tracker(local, run_there)
+    with pytest.raises(StorageError, match=f"{RUN} cannot be listed: "):
+        has_folder(run_there, "iter_0000002")
+    store.heal()
+    assert has_folder(run_there, "iter_0000002") and not has_folder(run_there, "iter_0000004")
 
 
 def test_a_run_is_converted_into_a_store_and_back(
