@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Self
 
@@ -30,6 +31,12 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"  # without the number
     return " ".join(str(error).split("\n"))
+
+
+def some_of(texts: Sequence[str], most: int) -> str:
+    """Returns the first texts, separated by commas, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def forget_frames(error: BaseException) -> None:

@@ -21,7 +21,7 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, some_of
 from megatron_datastates.pipeline.near.places import Holding, near_iterations, near_root, near_run
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ def _holding_text(holding: Holding) -> str:
         copies = ", ".join(f"{count} of {name}" for name, count in holding.copies.items())
         text += f", with copies: {copies}"
     if holding.elsewhere:
-        named = ", ".join(holding.elsewhere[:_NAMED_NODES])
-        left = len(holding.elsewhere) - _NAMED_NODES
-        text += f"; written on {holding.own}, here, and on {named}{f' and {left} more' if left > 0 else ''}"
+        text += f"; written on {holding.own}, here, and on {some_of(holding.elsewhere, _NAMED_NODES)}"
     return text
 
 

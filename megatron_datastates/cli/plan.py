@@ -24,7 +24,7 @@ from megatron_datastates.cli.shared import (
     size_text,
 )
 from megatron_datastates.config import GIB, MIB
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import DataStatesError, OptionError, some_of
 from megatron_datastates.sizing.arguments import Arguments, flags_in, read_arguments
 from megatron_datastates.sizing.planning import (
     POOL_SHARE,
@@ -178,9 +178,8 @@ def _made(
         made = plan_arguments(arguments, grid, storage, copy_rate)
     unused = arguments.unused()
     if unused:
-        names = ", ".join(f"--{flag}" for flag in unused[:_MOST_NAMES])
-        more = f" and {len(unused) - _MOST_NAMES} more" if len(unused) > _MOST_NAMES else ""
-        made.assumptions.append(f"without an effect here: {names}{more}")
+        names = some_of([f"--{flag}" for flag in unused], _MOST_NAMES)
+        made.assumptions.append(f"without an effect here: {names}")
     return made
 
 

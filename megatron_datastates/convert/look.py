@@ -20,7 +20,7 @@ from megatron_datastates import stores
 from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import load_metadata
 from megatron_datastates.convert.stored_arguments import arguments_in, parallel_sizes
-from megatron_datastates.errors import DataStatesError, FormatError, describe_error
+from megatron_datastates.errors import DataStatesError, FormatError, describe_error, some_of
 from megatron_datastates.files import (
     MANIFEST_BYTES,
     METADATA_BYTES,
@@ -159,7 +159,7 @@ def _look_at_ours(look: Look) -> None:
         name for name, size in others.items() if _size(look.path / name) != size
     ]
     if wrong:
-        raise _FoundError(DAMAGED, f"missing or of another size: {_some(wrong)}")
+        raise _FoundError(DAMAGED, f"missing or of another size: {some_of(wrong, _MOST_NAMED)}")
     metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
     is_megatrons = bool(manifest.parallel) or is_checkpoint_name(look.path.name)
     if is_megatrons and not (look.path / METADATA_NAME).exists():
@@ -253,7 +253,7 @@ def _require_sizes(look: Look, wanted: dict[str, int]) -> None:
         if size is None or size < wanted[name]
     ]
     if wrong:
-        raise _FoundError(DAMAGED, _some(wrong))
+        raise _FoundError(DAMAGED, some_of(wrong, _MOST_NAMED))
 
 
 def _require_named_files(look: Look, index: Path) -> Set[str]:
@@ -265,7 +265,7 @@ def _require_named_files(look: Look, index: Path) -> Set[str]:
     names = {name.decode() for name in _DISTCP_NAMES.findall(data)}
     missing = sorted(names - set(names_in(look.path)))
     if missing:
-        raise _FoundError(DAMAGED, f"missing: {_some(missing)}")
+        raise _FoundError(DAMAGED, f"missing: {some_of(missing, _MOST_NAMED)}")
     look.note = f"sizes were not compared, as {TORCH_DIST_INDEX} is large"
     return {key for key in _MEGATRONS_KEYS if any(length + key.encode() in data for length in _lengths(key))}
 
@@ -318,8 +318,3 @@ def _size(path: Path) -> int | None:
         return path.lstat().st_size
     except FileNotFoundError:
         return None
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

@@ -24,7 +24,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import DataStatesError, FailedCallError
+from megatron_datastates.errors import DataStatesError, FailedCallError, some_of
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout
@@ -195,11 +195,10 @@ def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
     ]
 
 
-def _some_of(keys: Sequence[str], most: int = 5) -> str:
+def _one_of(keys: Sequence[str]) -> str:
     if len(keys) == 1:
         return f"tensor {keys[0]!r}"
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return f"one of the tensors {', '.join(map(repr, keys[:most]))}{more}"
+    return f"one of the tensors {some_of([repr(key) for key in keys], 5)}"
 
 
 def _is_on_current_device(devices: Sequence[int]) -> bool:
@@ -415,7 +414,7 @@ class FileSave:
         if size == 0:
             return native.error_of(error)
         keys = _tensors_at(self.layout, begin, begin + size)
-        text = f"{_some_of(keys)} changed too early: {error.strerror}"
+        text = f"{_one_of(keys)} changed too early: {error.strerror}"
         return native.error_of(error, f"{text}. Code that changes it must call the fence first")
 
     def status(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, some_of
 from megatron_datastates.files import names_in
 from megatron_datastates.format.directory import TORCH_DIST_INDEX, iteration_in_name
 from megatron_datastates.format.footer import Footer
@@ -74,9 +74,7 @@ def describe_blocks(checkpoint: Described, bad_blocks: Sequence[tuple[int, int]]
 
 
 def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> str:
-    places = ", ".join(str(block * BLOCK_BYTES) for block in blocks[:_MOST_NAMED])
-    if len(blocks) > _MOST_NAMED:
-        places += f" and {len(blocks) - _MOST_NAMED} more"
+    places = some_of([str(block * BLOCK_BYTES) for block in blocks], _MOST_NAMED)
     keys = _listed(keys_in_blocks(checkpoint, file, blocks))
     rank = checkpoint.manifest.files[file].rank
     where = f"{checkpoint.file_path(file)}, which rank {rank} wrote, is corrupt:"
@@ -156,8 +154,7 @@ def why_no_checkpoint(path: Path) -> str:
 
 
 def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    return (", ".join(map(repr, keys[:_MOST_NAMED])) or "no tensor") + more
+    return some_of([repr(key) for key in keys], _MOST_NAMED) or "no tensor"
 
 
 def _touches(starts: np.ndarray, ends: np.ndarray, blocks: np.ndarray) -> bool:

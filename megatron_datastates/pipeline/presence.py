@@ -15,7 +15,7 @@ import msgspec
 
 from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory, sync_file
-from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.errors import DataStatesError, FormatError, some_of
 from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
@@ -43,9 +43,8 @@ def require_files(directory: Path, manifest: Manifest) -> None:
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while wrong := _persistently(lambda: missing_files(directory, manifest)):
         if time.monotonic() > deadline:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise DataStatesError(
-                f"files that ranks have written were not found in {directory}: {', '.join(wrong[:3])}{more} "
+                f"files that ranks have written were not found in {directory}: {some_of(wrong, 3)} "
                 "(is --save on storage that all ranks share? does another job save or prune there?)"
             )
         time.sleep(_VISIBLE_SECONDS / 10)

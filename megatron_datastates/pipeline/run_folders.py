@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
+from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, some_of
 from megatron_datastates.files import TRACKER_BYTES, folders_in, names_in, read_regular
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
@@ -113,8 +113,7 @@ def other_checkpoints(directory: Path) -> str:
         return ""
     if not names:
         return ""
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f". It has checkpoints of other names: {', '.join(names[:_MOST_NAMED])}{more}"
+    return f". It has checkpoints of other names: {some_of(names, _MOST_NAMED)}"
 
 
 def is_checkpoint_name(name: str) -> bool:

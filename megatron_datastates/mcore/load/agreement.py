@@ -38,6 +38,7 @@ from megatron_datastates.errors import (
     NotACheckpointError,
     StorageError,
     UnsafeObjectError,
+    some_of,
 )
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
@@ -246,9 +247,7 @@ def _summary(failures: dict[int, Failure]) -> str:
 
 
 def _rank_names(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks[:_LISTED]))
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}{more}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {some_of([str(rank) for rank in ranks], _LISTED)}"
 
 
 def _cause(failures: dict[int, Failure]) -> DataStatesError | None:

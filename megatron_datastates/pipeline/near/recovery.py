@@ -28,7 +28,7 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import is_first_of_node
 from megatron_datastates.engine.reader import read_small
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import DataStatesError, StorageError, some_of
 from megatron_datastates.files import DOCUMENT_BYTES
 from megatron_datastates.format.directory import (
     FILES_OF_TORCH_DIST,
@@ -360,5 +360,4 @@ def _why_left(lost: list[str], damaged: _Damaged) -> str:
     texts = [text for (_, name), text in damaged.items() if name in lost]
     if texts:
         return f"could not be brought there from the near tiers: {texts[0]}"
-    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-    return f"is skipped: no near tier has {', '.join(lost[:_NAMED])}{more}, nor has its directory"
+    return f"is skipped: no near tier has {some_of(lost, _NAMED)}, nor has its directory"
