@@ -27,6 +27,7 @@ MANIFEST_BYTES = 256 * _MIB  # 3 MiB at 16,384 ranks
 INDEX_BYTES = 4 << 30  # about 100 bytes per fragment
 METADATA_BYTES = 4 << 30  # DCP's
 OBJECT_BYTES = 4 << 30  # common.pt
+_SAMPLES = 16  # of a file, that say whether it is in memory
 _OBJECT_BUFFER_BYTES = _MIB  # the shortest read of an object that is not at its end
 
 
@@ -134,11 +135,11 @@ def put_back(renamed: Path, path: Path) -> None:
     renamed.unlink(missing_ok=True)
 
 
-def is_in_memory(path: Path, samples: int = 16) -> bool:
+def is_in_memory(path: Path) -> bool:
     """Returns whether the page cache has a file, as far as samples show; False where that cannot be asked."""
     try:
         with open_regular(path, buffering=0) as file:
-            step, byte = max(size_of(file) // samples, 1), bytearray(1)
+            step, byte = max(size_of(file) // _SAMPLES, 1), bytearray(1)
             return all(
                 os.preadv(file.fileno(), [byte], at, os.RWF_NOWAIT) for at in range(0, size_of(file), step)
             )
