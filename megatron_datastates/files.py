@@ -18,6 +18,8 @@ from typing import BinaryIO, cast
 
 from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
+from megatron_datastates.stores import is_object as is_object
+from megatron_datastates.stores import path_of as path_of
 
 _MIB = 1 << 20
 # Size limits, in bytes, of files that are read into memory whole.
@@ -31,23 +33,9 @@ _SAMPLES = 16  # of a file, that say whether it is in memory
 _OBJECT_BUFFER_BYTES = _MIB  # the shortest read of an object that is not at its end
 
 
-def path_of(path: str | os.PathLike[str]) -> Path:
-    """Returns a Path for what a user or another program has given: of a file, or in an object store.
-
-    Raises:
-        OptionError: it is in an object store, and names no profile.
-    """
-    return stores.path_of(path)
-
-
-def is_object(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is in an object store."""
-    return stores.is_object(path)
-
-
 def names_in(directory: str | os.PathLike[str]) -> list[str]:
     """Returns the names in a directory, in no order. Raises OSError."""
-    return stores.names_below(stores.path_of(directory)) if is_object(directory) else os.listdir(directory)
+    return stores.names_below(path_of(directory)) if is_object(directory) else os.listdir(directory)
 
 
 def folders_in(
@@ -59,7 +47,7 @@ def folders_in(
         wanted: says of a name whether it is looked at.
     """
     if is_object(directory):
-        return list(filter(wanted, stores.folders_below(stores.path_of(directory))))
+        return list(filter(wanted, stores.folders_below(path_of(directory))))
     with os.scandir(directory) as entries:
         return [entry.name for entry in entries if wanted(entry.name) and entry.is_dir()]
 
@@ -72,7 +60,7 @@ def open_regular(
     Raises:
         OSError: the file cannot be opened, is not a regular file, or has more than `most_bytes` bytes.
     """
-    if stores.is_object(path):
+    if is_object(path):
         return _open_object(path, most_bytes)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -88,7 +76,7 @@ def open_regular(
 
 
 def _open_object(path: str | os.PathLike[str], most_bytes: int | None) -> BinaryIO:
-    file = stores.ObjectFile(stores.path_of(path))
+    file = stores.ObjectFile(path_of(path))
     _check_size(path, file.size, most_bytes)
     return cast(BinaryIO, io.BufferedReader(file, _OBJECT_BUFFER_BYTES))
 
@@ -101,8 +89,8 @@ def _check_size(path: str | os.PathLike[str], size: int, most_bytes: int | None)
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """Reads a whole file. Raises OSError as `open_regular` does."""
-    if stores.is_object(path):
-        place = stores.path_of(path)
+    if is_object(path):
+        place = path_of(path)
         _check_size(path, stores.size_of_object(place), most_bytes)
         return stores.read_whole(place)
     with open_regular(path, most_bytes) as file:
