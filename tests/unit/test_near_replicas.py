@@ -295,7 +295,7 @@ def test_of_two_the_one_that_is_not_damaged_is_taken(
     nodes.check(3)
 
 
-def test_leftovers_of_another_job_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_overs_of_another_job_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = copying(tmp_path, faults=NEVER_FAR)
     for saver in other.ranks.savers:
         saver.session._run_id = 5
@@ -566,7 +566,7 @@ def test_ls_shows_on_which_nodes_each_iteration_is(
     }.items()  # fmt: skip
 
 
-def test_leftovers_are_no_copies_and_nodes_may_have_one_name(
+def test_left_overs_are_no_copies_and_nodes_may_have_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = manifest_of(3)

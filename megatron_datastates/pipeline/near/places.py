@@ -182,7 +182,7 @@ def _holding(folder: Path) -> Holding:
     nodes, manifest = nodes_in(folder), manifest_in(folder)
     if nodes is None or manifest is None:
         return Holding(len(names), {}, "", [])
-    ranks = [file.rank for file in manifest.files if file.name in names]  # without leftovers of other saves
+    ranks = [file.rank for file in manifest.files if file.name in names]  # without left-overs of other saves
     others = [node for n, node in enumerate(nodes.nodes) if n != nodes.own]
     copies = Counter(node.name for node in others for rank in ranks if rank in node.ranks)
     return Holding(

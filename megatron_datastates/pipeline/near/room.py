@@ -1,7 +1,7 @@
 """Room in a near tier: what need not stay there is removed, and nothing that may be the only copy.
 
 Belongs here: which saves of this job go, and files of those that failed. What earlier jobs have left:
-leftovers.py.
+earlier_jobs.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.near.leftovers import Leftovers
+from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.near.places import remove_saves
 from megatron_datastates.pipeline.near.saves import NearSave
 
@@ -31,17 +31,17 @@ class Room:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._leftovers = Leftovers()
+        self._earlier_jobs = EarlierJobs()
         self._failed: deque[tuple[Path, SaveId]] = deque()  # where saves that have failed may have files
 
     def begin(self, save: NearSave) -> None:
         """Takes note of a save that was just published near."""
         if save.near is not None:
-            self._leftovers.begin(save.near.parent, save.save_id.run_id)
+            self._earlier_jobs.begin(save.near.parent, save.save_id.run_id)
 
     def note_far(self) -> None:
         """Records that a save of this job is far."""
-        self._leftovers.is_far = True
+        self._earlier_jobs.is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId) -> None:
         """Takes note of a failed save: its files in this folder go once another was published near."""
@@ -87,7 +87,7 @@ class Room:
         newest = kept[-1]
         if newest.near is not None:
             count = len(kept) - self._keep
-            for folder, save_ids in self._leftovers.removable(
+            for folder, save_ids in self._earlier_jobs.removable(
                 newest.near.parent,
                 newest.far.parent,
                 newest.save_id,

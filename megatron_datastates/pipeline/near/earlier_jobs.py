@@ -21,7 +21,7 @@ _Folder = tuple[Path, set[SaveId]]  # and whose files are in it
 _SECONDS = 5.0  # between two looks, which read manifests, if there is no other save meanwhile
 
 
-class Leftovers:
+class EarlierJobs:
     """What jobs before this one have left near."""
 
     def __init__(self) -> None:
