@@ -49,7 +49,15 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
-from megatron_datastates.files import is_denied, is_object, names_in, path_of, put_back
+from megatron_datastates.files import (
+    Status,
+    is_denied,
+    is_object,
+    names_in,
+    path_of,
+    put_back,
+    status_of,
+)
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.history import by_branch
@@ -69,7 +77,6 @@ from megatron_datastates.pipeline.run_folders import other_checkpoints
 from megatron_datastates.pipeline.runs import Iteration, find_answered, find_iterations, require_tracked
 
 _UNREADABLE = "it cannot be read: "
-_Status = tuple[int, int, int]  # inode, bytes, time of the last change in ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,7 +418,7 @@ class _Removal:
 
     def _is_overwritten(self, name: str) -> bool:
         """Returns whether a file of another format, whose name a save uses again, is another one by now."""
-        return not self._is_ours and _status(self._path / name) not in (None, self._listed[name])
+        return not self._is_ours and status_of(self._path / name) not in (None, self._listed[name])
 
     def _has_begun(self) -> bool:
         """Returns whether a save has made files since the directory was listed; they have new names."""
@@ -421,21 +428,12 @@ class _Removal:
         return any(is_own_file_name(name) or not self._is_ours for name in names - self._seen)
 
 
-def _listed(path: Path) -> dict[str, _Status | None]:
+def _listed(path: Path) -> dict[str, Status | None]:
     """Returns the names to remove, in order; none if another call has removed the directory."""
     try:
-        return {name: _status(path / name) for name in sorted(os.listdir(path), key=_turn)}
+        return {name: status_of(path / name) for name in sorted(os.listdir(path), key=_turn)}
     except FileNotFoundError:
         return {}
-
-
-def _status(path: Path) -> _Status | None:
-    """Returns what shows that a file was not written to again; None if it is gone."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _turn(name: str) -> tuple[bool, bool, str]:
