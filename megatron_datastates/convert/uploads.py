@@ -1,9 +1,9 @@
 """Targets in object stores: what a conversion has written here is brought there, as a drain does it.
 
 Protocol: data files first, each block's checksum compared on the way; then what else belongs to the
-checkpoint, and the manifest as the last object (pipeline/commit.py). Meanwhile the target is claimed
-(sinks/target.py), as these names are not a call's own, like those of data files. What a kill leaves has no
-manifest, so it is no checkpoint, and `datastates prune` removes it.
+checkpoint, and the manifest as the last object (pipeline/directory_publisher.py). Meanwhile the target is
+claimed (sinks/target.py), as these names are not a call's own, like those of data files. What a kill leaves
+has no manifest, so it is no checkpoint, and `datastates prune` removes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, open_regular
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 
 
@@ -82,4 +82,6 @@ def publish_uploaded(folder: Path, target: Path, manifest: Manifest) -> None:
                 stores.upload(target / name, file)
         metadata = read_small(folder / METADATA_NAME, DOCUMENT_BYTES)
         index = read_small(folder / manifest.index.name, INDEX_BYTES)
-        Commit(target, manifest.save_id, SmallFiles(manifest, index, metadata), Faults("")).publish()
+        DirectoryPublisher(
+            target, manifest.save_id, SmallFiles(manifest, index, metadata), Faults("")
+        ).publish()

@@ -1,4 +1,4 @@
-"""The commit point: how one file appears whole or not at all.
+"""The point of publication: how one file appears whole or not at all.
 
 Protocol, for every small file that others rely on (index, manifest, metadata.json):
   1. write all bytes to a temporary name in the same directory, sync it;

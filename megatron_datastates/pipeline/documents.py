@@ -1,7 +1,7 @@
 """What the data files of a save are published with: each rank's record, and the files that name them.
 
 What belongs here: making these from a finished save. What does not: sending them (publication.py) and writing
-them (commit.py).
+them (directory_publisher.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Ancestor, Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.branches import Origin
-from megatron_datastates.pipeline.commit import SmallFiles
+from megatron_datastates.pipeline.directory_publisher import SmallFiles
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.records import RankRecord, StableRecord, file_entries

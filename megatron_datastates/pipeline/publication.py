@@ -44,7 +44,7 @@ from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import PendingResult, PollableResult
 from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
-from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
@@ -466,14 +466,14 @@ class Publication:
             self.save.fail(error)
 
     def _publish_alone(self) -> None:
-        commit: Commit | None = None
+        publisher: DirectoryPublisher | None = None
         try:
-            commit = self.commit_of(self._new_small_files())
-            commit.publish()
+            publisher = self.publisher_for(self._new_small_files())
+            publisher.publish()
             self.published_callback(self.save.context.save_id)
             self.published_at = time.perf_counter()
         except BaseException as error:  # or polls would wait for ever
-            self._manifest_in_place = commit is not None and commit.is_in_place
+            self._manifest_in_place = publisher is not None and publisher.is_in_place
             self.save.fail(error)
             return
         self._published.set()  # last: no later save publishes while this one still removes files
@@ -481,11 +481,11 @@ class Publication:
     def _new_small_files(self) -> SmallFiles:
         return small_files(self.save, self.records, self.layouts, self._extras, self._written_as)
 
-    def commit_of(self, files: SmallFiles) -> Commit:
+    def publisher_for(self, files: SmallFiles) -> DirectoryPublisher:
         """Returns what publishes this save in the directory of its checkpoint."""
         context = self.save.context
         superseded = self._extras.superseded
-        return Commit(context.directory, context.save_id, files, self._faults, superseded)
+        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, superseded)
 
     def _await_indexes(self) -> None:
         """Stores the indexes that ranks sent; waits _PATIENCE_SECONDS at most once the save is over."""

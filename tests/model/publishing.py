@@ -243,7 +243,7 @@ def _remove(model: Model, state: State, number: int, run: Run, save: str) -> tup
 
 
 def _failed(model: Model, state: State, number: int, run: Run, save: str) -> State:
-    """Does what pipeline.commit.Commit does on an error, and what all ranks then agree on."""
+    """Does what a DirectoryPublisher does on an error, and what all ranks then agree on."""
     files = Files(state.directory)
     if run.at in ("rename index", "write temporary", "rename manifest"):
         files.put(model.temporary(save), None)

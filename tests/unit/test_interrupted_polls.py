@@ -16,7 +16,7 @@ import megatron_datastates as ds
 from megatron_datastates.engine import staging
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline import commit as commits
+from megatron_datastates.pipeline import directory_publisher
 from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -307,7 +307,7 @@ def test_closing_does_not_wait_without_limit_for_a_manifest(
         reached.set()
         assert hangs.wait(LIMIT_SECONDS)
 
-    monkeypatch.setattr(commits, "sync_above", once(commits.sync_above, hang))
+    monkeypatch.setattr(directory_publisher, "sync_above", once(directory_publisher.sync_above, hang))
     monkeypatch.setattr(saver_module, "_CLOSING_SECONDS", 0.2)
     saver = new_saver()
     publication = saver.start(tmp_path, state(1))

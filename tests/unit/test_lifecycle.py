@@ -24,7 +24,7 @@ from megatron_datastates.pipeline.background import (
     COPIES_AFTER_POLL_SECONDS,
     BackgroundThread,
 )
-from megatron_datastates.pipeline.commit import Commit
+from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
@@ -105,13 +105,13 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
     saver, tmp_path, no_thread, monkeypatch, is_awaited
 ):
     ran: list[tuple[Path, threading.Thread]] = []
-    publish = Commit.publish
+    publish = DirectoryPublisher.publish
 
-    def noting(commit: Commit) -> None:
-        publish(commit)
-        ran.append((commit.directory, threading.current_thread()))
+    def noting(publisher: DirectoryPublisher) -> None:
+        publish(publisher)
+        ran.append((publisher.directory, threading.current_thread()))
 
-    monkeypatch.setattr(Commit, "publish", noting)
+    monkeypatch.setattr(DirectoryPublisher, "publish", noting)
     first = saver.start(tmp_path / "first", State(BIG))
     while first._publisher is None:
         first.poll()
@@ -145,7 +145,7 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
 
 def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):
     monkeypatch.setattr(publication_module, "_PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(Commit, "publish", lambda commit: time.sleep(0.5))
+    monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: time.sleep(0.5))
     first = saver.start(tmp_path / "first", State(BIG))
     while first._publisher is None:
         first.poll()

@@ -22,7 +22,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import commit
+from megatron_datastates.pipeline import directory_publisher
 from megatron_datastates.pipeline.links import Identity, SharedFile
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -408,13 +408,13 @@ def test_another_job_that_publishes_meanwhile_keeps_the_file_that_its_saves_shar
     assert save(linking, latest, newer)["linked_bytes"] > 0
     latest.rename(second)
     first.rename(latest)
-    require_published = commit.require_published
+    require_published = directory_publisher.require_published
 
     def publish_meanwhile(*args: Any) -> None:
         require_published(*args)
         shutil.copytree(second, latest, dirs_exist_ok=True)
 
-    monkeypatch.setattr(commit, "require_published", publish_meanwhile)
+    monkeypatch.setattr(directory_publisher, "require_published", publish_meanwhile)
     other = new_saver(**LINKING)
     assert start(other, latest, state_of(2)).wait() is Outcome.PUBLISHED
     other.close()

@@ -70,7 +70,7 @@ def test_what_is_complete_first_of_two_worlds_does_not_replace_the_later_one(tmp
     shutil.copy(file, nodes.directory(3))
     eventually(lambda: nodes.is_far(3))
     drain = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
-    eventually(lambda: [save.far for save in drain._to_commit] == [nodes.directory(4)])
+    eventually(lambda: [save.far for save in drain._to_publish] == [nodes.directory(4)])
     abandon(nodes)
 
 

@@ -253,7 +253,7 @@ def test_with_all_nodes_lost_the_checkpoint_in_save_is_taken(
         nodes.save(iteration)
     for saver in nodes.ranks.savers:
         assert saver.near is not None
-        while saver.near.drain._to_copy or saver.near.drain._to_commit:
+        while saver.near.drain._to_copy or saver.near.drain._to_publish:
             pass
     abandon(nodes)
     (nodes.run / TRACKER_NAME).write_text("2")

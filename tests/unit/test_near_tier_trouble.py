@@ -326,7 +326,7 @@ def test_what_arrives_while_rank_0_looks_is_published_too(
 
     def arrive_meanwhile(directory: Path, manifest: Manifest, *more: Any) -> list[str]:
         missing = look(directory, manifest, *more)
-        if len(first_drain._to_commit) == 2 and not may_copy.is_set():
+        if len(first_drain._to_publish) == 2 and not may_copy.is_set():
             may_copy.set()
             wait_for(lambda: all(len(data_files(nodes.directory(number))) == 2 for number in (1, 2)))
         return missing

@@ -139,7 +139,7 @@ def test_of_two_conversions_at_once_one_at_most_goes_on(
         save_model(tmp_path / str(seed) / "iter_0000001", stored, state(stored))
     target, others = "msc://store/converted/iter_0000001", list[str]()
 
-    class Overtaken(uploads.Commit):
+    class Overtaken(uploads.DirectoryPublisher):
         def publish(self) -> bool:
             monkeypatch.undo()
             code, _, err = run("convert", tmp_path / "2" / "iter_0000001", target)
@@ -147,7 +147,7 @@ def test_of_two_conversions_at_once_one_at_most_goes_on(
             assert code == 2
             return super().publish()
 
-    monkeypatch.setattr(uploads, "Commit", Overtaken)
+    monkeypatch.setattr(uploads, "DirectoryPublisher", Overtaken)
     assert run("convert", tmp_path / "1" / "iter_0000001", target)[0] == 0
     assert f"{target} exists, with .datastates-claim-" in others[0]
     assert run("diff", tmp_path / "1" / "iter_0000001", target)[0] == 0

@@ -11,7 +11,7 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import commit as commit_module
+from megatron_datastates.pipeline import directory_publisher
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.save import RankSave
@@ -91,7 +91,7 @@ def test_a_save_that_is_given_up_does_not_hold_up_later_ones(saver: Saver, tmp_p
 def test_a_later_save_is_not_published_before_an_earlier_one(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, order, look = threading.Event(), [], commit_module.require_files
+    begin, order, look = threading.Event(), [], directory_publisher.require_files
 
     def dawdling(directory: Path, manifest) -> None:
         if manifest.ordinal == 1:
@@ -99,7 +99,7 @@ def test_a_later_save_is_not_published_before_an_earlier_one(
         order.append(manifest.ordinal)
         look(directory, manifest)
 
-    monkeypatch.setattr(commit_module, "require_files", dawdling)
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     first, second = (saver.start(tmp_path / str(number), state(number)) for number in range(2))
     for one in (first, second):
         assert one.save._durable.wait(60.0)

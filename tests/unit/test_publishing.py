@@ -18,9 +18,8 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline import commit as commit_module
+from megatron_datastates.pipeline import directory_publisher, presence
 from megatron_datastates.pipeline import load as load_module
-from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -50,13 +49,13 @@ def data_files(directory: Path) -> list[Path]:
 
 def meanwhile(monkeypatch, change) -> None:
     """Calls a function when all ranks are durable, right before rank 0 looks."""
-    look = commit_module.require_files
+    look = directory_publisher.require_files
 
     def late(directory, manifest):
         change(directory)
         look(directory, manifest)
 
-    monkeypatch.setattr(commit_module, "require_files", late)
+    monkeypatch.setattr(directory_publisher, "require_files", late)
 
 
 def remove_a_file(directory: Path) -> None:
@@ -146,7 +145,7 @@ def test_errors_of_a_network_file_system_may_pass(saver, tmp_path, monkeypatch, 
 
 def test_while_the_new_manifest_cannot_be_read_nothing_is_removed(tmp_path, monkeypatch, caplog):
     """It may be another job's by now, which shares files with the one that was replaced."""
-    saver, works = new_saver(), commit_module.files_in_manifest
+    saver, works = new_saver(), directory_publisher.files_in_manifest
     save(saver, tmp_path, tensors(1))
     calls = itertools.count()  # the second is the one after the rename
 
@@ -155,7 +154,7 @@ def test_while_the_new_manifest_cannot_be_read_nothing_is_removed(tmp_path, monk
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return works(path)
 
-    monkeypatch.setattr(commit_module, "files_in_manifest", fails_after_the_rename)
+    monkeypatch.setattr(directory_publisher, "files_in_manifest", fails_after_the_rename)
     assert save(saver, tmp_path, tensors(2)).outcome is Outcome.PUBLISHED
     saver.close()
     assert len(data_files(tmp_path)) == 2 and "files of earlier saves were not removed" in caplog.text
@@ -309,7 +308,9 @@ def test_files_stay_once_a_manifest_named_them_though_another_one_is_in_its_plac
     """The other run's manifest is not durable yet: a crash would bring the first one back."""
     first = runs.start(0, 1)
     monkeypatch.setattr(
-        commit_module.Commit, "_write_metadata", lambda *args: replaced_and_then_failing(runs)
+        directory_publisher.DirectoryPublisher,
+        "_write_metadata",
+        lambda *args: replaced_and_then_failing(runs),
     )
     assert first.wait() is Outcome.FAILED
     assert "No space left" in str(first.error) and "its files were kept" in str(first.error)
@@ -333,14 +334,14 @@ def test_a_failed_save_leaves_no_index(tmp_path, monkeypatch):
 
 def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_path, monkeypatch):
     """The later one removes what the earlier has left: not between the earlier one's look and its rename."""
-    later_is_published, look = threading.Event(), commit_module.require_files
+    later_is_published, look = threading.Event(), directory_publisher.require_files
 
     def dawdling(directory, manifest):
         look(directory, manifest)
         if manifest.ordinal == 1:
             later_is_published.wait(1.0)
 
-    monkeypatch.setattr(commit_module, "require_files", dawdling)
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     saver = new_saver()
     first, second = (saver.start(tmp_path, State(tensors(number))) for number in (1, 2))
     while first._publisher is None:
@@ -354,11 +355,11 @@ def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_pat
 
 def test_what_is_taken_away_after_the_look_is_reported(tmp_path, monkeypatch):
     """Nobody may believe in a checkpoint that prune has removed while it was being published."""
-    sync_above = commit_module.sync_above
+    sync_above = directory_publisher.sync_above
     for remove in (remove_a_file, remove_the_index):
         with monkeypatch.context() as patch:
             patch.setattr(
-                commit_module,
+                directory_publisher,
                 "sync_above",
                 lambda path, remove=remove: (sync_above(path), remove(path)),
             )
@@ -370,13 +371,13 @@ def test_what_is_taken_away_after_the_look_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_manifest_that_is_taken_away_is_reported_and_its_files_stay(tmp_path, monkeypatch):
-    check = commit_module.require_published
+    check = directory_publisher.require_published
 
     def late(directory, *args):
         (directory / MANIFEST_NAME).rename(directory / "taken")
         check(directory, *args)
 
-    monkeypatch.setattr(commit_module, "require_published", late)
+    monkeypatch.setattr(directory_publisher, "require_published", late)
     saver = new_saver()
     publication = save(saver, tmp_path, tensors(1))
     saver.close()

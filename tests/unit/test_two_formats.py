@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.pipeline import commit
+from megatron_datastates.pipeline import directory_publisher
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import format_of
 from tests.unit.command import run
@@ -74,7 +74,7 @@ def test_what_is_left_of_a_replaced_one_does_not_count(
         raise OSError("nothing was removed")
 
     save_by_dcp(tmp_path, 1)
-    monkeypatch.setattr(commit, "remove_replaced", killed)
+    monkeypatch.setattr(directory_publisher, "remove_replaced", killed)
     save_by_ours(how, tmp_path, 2)
     assert ".metadata" in names(tmp_path)
     assert loaded(how, tmp_path) == 2
@@ -102,7 +102,7 @@ def test_metadata_json_says_what_counts_where_it_is(tmp_path: Path) -> None:
 
 def test_a_repaired_checkpoint_counts(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_by_dcp(tmp_path, 1)
-    monkeypatch.setattr(commit, "remove_replaced", lambda *arguments: None)
+    monkeypatch.setattr(directory_publisher, "remove_replaced", lambda *arguments: None)
     save_by_ours(how, tmp_path, 2)
     (tmp_path / "datastates.manifest").unlink()
     code, out, _ = run("repair", tmp_path)

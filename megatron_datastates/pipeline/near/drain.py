@@ -70,7 +70,7 @@ class Drain:
         self._copier = Copier(options, faults, self._limit)
         self._changed = threading.Condition()
         self._to_copy: deque[NearSave] = deque()
-        self._to_commit: list[NearSave] = []  # on rank 0, oldest first
+        self._to_publish: list[NearSave] = []  # on rank 0, oldest first
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
         # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
@@ -147,7 +147,7 @@ class Drain:
         if newest is not None and not abandon:
             self._drain_now(newest)
         with self._changed:
-            pending = [*self._to_copy, *self._to_commit]
+            pending = [*self._to_copy, *self._to_publish]
             self._closing, self._abandoned = True, abandon
             self._limit.set(0)  # training is over, and the job waits for this
             self._changed.notify_all()
@@ -158,7 +158,7 @@ class Drain:
             if time.monotonic() - self._progress > self._stalled_seconds():
                 break
         with self._changed:
-            left = [*self._to_copy, *self._to_commit]
+            left = [*self._to_copy, *self._to_publish]
         if left:
             logger.warning(
                 "%s: published in the near tiers only; the next job that loads from %s with "
@@ -190,7 +190,7 @@ class Drain:
 
     def _stalled_seconds(self) -> float:
         with self._changed:
-            is_far = any(is_object(save.far) for save in (*self._to_copy, *self._to_commit))
+            is_far = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
         return _STALLED_SECONDS_OBJECTS if is_far else _STALLED_SECONDS
 
     # -- the thread -------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Drain:
                 self._evict()  # before a copy, which may take long
                 if save is not None:
                     self._copy_or_pause(save)
-                self._commit_what_is_complete()
+                self._publish_what_is_complete()
                 self._evict()
             except Exception:
                 logger.exception("unexpected error in the drain, which continues; please report it")
@@ -218,9 +218,9 @@ class Drain:
 
     def _look_seconds(self) -> float | None:
         """Returns how long to wait for other nodes' files; None if there are none to wait for."""
-        if not self._to_commit and not self._closing:
+        if not self._to_publish and not self._closing:
             return None
-        is_far = bool(self._to_commit) and is_object(self._to_commit[0].far)
+        is_far = bool(self._to_publish) and is_object(self._to_publish[0].far)
         return _LOOK_SECONDS_OBJECTS if is_far else _LOOK_SECONDS
 
     def _copy_or_pause(self, save: NearSave) -> None:
@@ -257,8 +257,8 @@ class Drain:
         with self._changed:
             self._to_copy.remove(save)
             save.attempts = 0
-            if save.commit is not None:
-                self._to_commit.append(save)
+            if save.publisher is not None:
+                self._to_publish.append(save)
 
     def _copy(self, save: NearSave) -> None:
         """Copies the node's files of a save. Raises the first error, once all threads are done."""
@@ -285,7 +285,7 @@ class Drain:
             work()
         for thread in started:
             while not thread.join(self._look_seconds()):
-                self._commit_what_is_complete()  # no earlier save waits for this copy, which may take long
+                self._publish_what_is_complete()  # no earlier save waits for this copy, which may take long
         if errors:
             raise errors[0]
         save.copied_seconds = time.monotonic() - begin
@@ -308,13 +308,13 @@ class Drain:
 
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
-    def _commit_what_is_complete(self) -> None:
+    def _publish_what_is_complete(self) -> None:
         # The newest is looked at first: each node copies its saves in order, so once a newer one is complete,
         # what an older one still lacks never comes.
-        complete = [save for save in reversed(self._to_commit) if self._is_complete(save)]
+        complete = [save for save in reversed(self._to_publish) if self._is_complete(save)]
         for save in reversed(complete):
             try:
-                self._commit(save)
+                self._publish(save)
                 save.published(save.save_id)
             except Exception as error:
                 self._pause(save, error)
@@ -322,8 +322,8 @@ class Drain:
             save.attempts = 0
             self._room.note_far()
             with self._changed:
-                at = self._to_commit.index(save)
-                older, self._to_commit = self._to_commit[:at], self._to_commit[at + 1 :]
+                at = self._to_publish.index(save)
+                older, self._to_publish = self._to_publish[:at], self._to_publish[at + 1 :]
             for one in older:
                 logger.warning(
                     "%s is not published in %s: files are missing there, and %s is complete",
@@ -353,18 +353,18 @@ class Drain:
         with self._changed:
             self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
 
-    def _commit(self, save: NearSave) -> None:
-        assert save.commit is not None
+    def _publish(self, save: NearSave) -> None:
+        assert save.publisher is not None
         for name, content in save.others.items():
             if not holds_exactly(save.far / name, content):
                 write_whole(save.far / name, content, self._faults, save.save_id)
         with save.publishing:
-            save.commit.publish()
+            save.publisher.publish()
 
     def _track(self) -> None:
         """Writes the tracker of rank 0's near tier, which is for people: loads look at manifests."""
         newest = self._kept[-1] if self._kept else None
-        if newest is self._tracked or newest is None or newest.near is None or newest.commit is None:
+        if newest is self._tracked or newest is None or newest.near is None or newest.publisher is None:
             return
         self._tracked = newest
         iteration = iteration_in_name(newest.far.name)
@@ -376,14 +376,14 @@ class Drain:
     def _evict(self) -> None:
         """Makes room in the near tier. A save that is evicted is near no more."""
         with self._changed:
-            busy = [*self._to_copy, *self._to_commit]
+            busy = [*self._to_copy, *self._to_publish]
         gone = self._room.make(self._kept, lambda save: save in busy, self._drain_now)
         with self._changed:
             self._kept = [save for save in self._kept if save not in gone]
 
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
-        return not (self._to_copy or self._to_commit) and len(self._kept) <= self._options.near_keep
+        return not (self._to_copy or self._to_publish) and len(self._kept) <= self._options.near_keep
 
 
 def _link(source: Path, target: Path) -> None:

@@ -39,7 +39,7 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.jobs import Job
 from megatron_datastates.pipeline.near.choice import Choice
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
@@ -349,7 +349,7 @@ class _Recovery:
         for other, content in others.items():
             write_whole(far / other, content, self._faults, manifest.save_id)
         small = SmallFiles(manifest, index, metadata)
-        Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
+        DirectoryPublisher(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
         if self._wanted is None:
             tracked = str(iteration_in_name(name)).encode()
             write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)

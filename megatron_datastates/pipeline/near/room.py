@@ -78,7 +78,7 @@ class Room:
             gone.append(save)
             if save.near is not None:
                 _remove(save.near, {save.save_id})
-            if save.commit is not None and not save.is_drained:
+            if save.publisher is not None and not save.is_drained:
                 _remove_unused(save.far)
         return gone
 

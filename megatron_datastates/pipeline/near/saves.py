@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.near.places import published_in
 
 
@@ -26,7 +26,7 @@ class NearSave:
     files: Sequence[FileEntry]  # the node's data files in it
     small_files: SmallFiles
     others: dict[str, bytes]  # other files that the manifest names, and what is in them
-    commit: Commit | None  # on rank 0
+    publisher: DirectoryPublisher | None  # on rank 0
     publishing: threading.Lock  # held meanwhile, as by saves that publish in such a directory themselves
     is_drained: bool  # brought far now; else it stays near until the job ends
     has_copies: bool = False  # on other nodes, all that were to be made

@@ -21,7 +21,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PollableResult
 from megatron_datastates.pipeline.branches import point_of
-from megatron_datastates.pipeline.commit import SmallFiles
+from megatron_datastates.pipeline.directory_publisher import SmallFiles
 from megatron_datastates.pipeline.jobs import note_job
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.milestones import SaveContext

@@ -212,7 +212,7 @@ class NearTier:
                 files=near.files,
                 small_files=near.small_files,
                 others=near.others,
-                commit=publication.commit_of(near.small_files) if is_first else None,
+                publisher=publication.publisher_for(near.small_files) if is_first else None,
                 publishing=publication.layouts.publishing,
                 is_drained=near.needs_drain or self._published % every == 0,
                 has_copies=self.replicas is not None and not publication.ranks_without_copies,

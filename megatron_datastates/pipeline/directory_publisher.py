@@ -1,4 +1,4 @@
-"""The commit of a checkpoint: index, manifest and metadata.json beside data files that are durable already.
+"""Publishes a checkpoint: writes index, manifest and metadata.json beside data files that are durable.
 
 In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py. In an
 object store it is also the last object that is written: metadata.json precedes it. Nothing is removed there
@@ -41,7 +41,7 @@ class SmallFiles:
     metadata: bytes  # of metadata.json; no such file is written if empty
 
 
-class Commit:
+class DirectoryPublisher:
     """Publishes one save in one directory. Used by one thread.
 
     Attributes:
