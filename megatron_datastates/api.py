@@ -7,7 +7,7 @@ how a save or a load goes (pipeline/), and what Megatron saves (mcore/).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +200,13 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
     with reported_load(directory, lambda: chosen) as tracker:
         checkpoint = Checkpoint.open(directory, chosen)
         tracker.follow(checkpoint)
-        return _load_everything(checkpoint) if into is None else _load_into(checkpoint, into)
+        return _load_all(checkpoint, lambda name: True) if into is None else _load_into(checkpoint, into)
 
 
-def _load_everything(checkpoint: Checkpoint, prefix: str = "") -> dict[Any, Any]:
-    """Returns all values whose names begin with `prefix`, by name."""
+def _load_all(checkpoint: Checkpoint, is_wanted: Callable[[str], object]) -> dict[Any, Any]:
+    """Returns all values with wanted names, by name."""
     kinds = (checkpoint.tensors, checkpoint.objects, checkpoint.streams)
-    names, objects, streams = ([name for name in kind if name.startswith(prefix)] for kind in kinds)
+    names, objects, streams = (list(filter(is_wanted, kind)) for kind in kinds)
     known: set[str] = set()
     for name in (*names, *objects, *streams):
         if name in known:
@@ -222,29 +222,39 @@ def _load_everything(checkpoint: Checkpoint, prefix: str = "") -> dict[Any, Any]
 
 def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     wanted = named_values(into)
-    shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(value)) is not None}
+    shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(name, value)) is not None}
     providers = {name: value for name, value in wanted.items() if isinstance(value, StateProvider)}
     fill(checkpoint, {name: (shard.place_of(name), shard.tensor) for name, shard in shards.items()})
     kept = shards.keys() | providers.keys()
     others = {name: value for name, value in wanted.items() if name not in kept}
-    empty = [name for name, value in others.items() if isinstance(value, Mapping) and not value]
-    found: dict[str, Any] = {name: below for name in empty if (below := _load_below(checkpoint, name))}
+    empty = {name for name, value in others.items() if isinstance(value, Mapping) and not value}
+    found: dict[str, Any] = _load_below(checkpoint, empty - set(checkpoint.index.objects))
     found |= checkpoint.read_objects(name for name in others if name not in found)
     restore(checkpoint, providers)
     return map_leaves(into, lambda name: wanted[name] if name in kept else found[name])
 
 
-def _load_below(checkpoint: Checkpoint, name: str) -> dict[Any, Any]:
-    """Returns all values below a name as nested dictionaries; none if an object has that name itself."""
-    if name in checkpoint.index.objects:
+def _load_below(checkpoint: Checkpoint, names: Set[str]) -> dict[str, Any]:
+    """Returns the values below each of these names, if there are any, as nested dictionaries."""
+    if not names:
         return {}
-    prefix = f"{name}." if name else ""
-    values = _load_everything(checkpoint, prefix)
-    return nested({key.removeprefix(prefix): value for key, value in values.items()})
+    below: dict[str, dict[str, Any]] = {}
+    for stored, value in _load_all(checkpoint, lambda name: any(_above(name, names))).items():
+        for name in _above(stored, names):
+            below.setdefault(name, {})[stored[len(name) + 1 :]] = value
+    return {name: nested(values) for name, values in below.items()}
 
 
-def _as_shard(value: Any) -> Shard | None:
+def _above(name: str, names: Set[str]) -> Iterator[str]:
+    """Yields those of `names` that `name` is below."""
+    ends = (at for at, character in enumerate(name) if character == ".")
+    return (name[:end] for end in ends if name[:end] in names)
+
+
+def _as_shard(name: str, value: Any) -> Shard | None:
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise MismatchError(f"tensor {name!r}: the target is nested: pass one that has a shape")
         return Shard(value, tuple(value.shape), (0,) * value.dim())
     return value if isinstance(value, Shard) else None
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -31,6 +31,13 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"  # without the number
     return " ".join(str(error).split("\n"))
+
+
+def raise_from(error: Exception, cause: Exception) -> NoReturn:
+    """Raises an error with this cause, unless it is that itself."""
+    if error is cause:
+        raise error
+    raise error from cause
 
 
 def some_of(texts: Sequence[str], most: int) -> str:

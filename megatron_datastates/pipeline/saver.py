@@ -20,7 +20,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import DataStatesError, OptionError, raise_from
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
@@ -256,7 +256,7 @@ class Saver:
         try:
             plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
         except Exception as error:
-            raise with_key(error, state) from error
+            raise_from(with_key(error, state), error)
         names = [part.name for part in state.parts]
         if plan.names != names:  # once for each structure: it takes time for each key
             check_names(state)

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import DataStatesError, ProviderError, UnsafeObjectError
+from megatron_datastates.errors import DataStatesError, ProviderError, UnsafeObjectError, raise_from
 from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
@@ -211,14 +211,14 @@ class Tail:
         try:
             return source.snapshot(budget)
         except Exception as error:
-            raise self._part_of(number).failed(_with_key(error, key, source)) from error
+            raise_from(self._part_of(number).failed(_with_key(error, key, source)), error)
 
     def _write(self, writer: TailWriter, pending: _Pending) -> None:
         before, part = time.perf_counter(), self._part_of(pending.number)
         try:
             written, pickled = self._pass_on(writer, pending)
         except Exception as error:
-            raise part.failed(_with_key(error, pending.key, pending.source)) from error
+            raise_from(part.failed(_with_key(error, pending.key, pending.source)), error)
         if pickled is not None:
             named = pending.source.named if type(pending.source) is ObjectSource else None
             check_pickle(pickled, pending.key, named=named, trust=self._trust_objects)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -53,7 +54,15 @@ def _is_inner(value: Any) -> bool:
 
 
 def _is_mapping(value: Any) -> bool:
-    return type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, StateProvider))
+    cls = type(value)
+    known = _mappings.get(cls)
+    if known is None:
+        known = _mappings[cls] = issubclass(cls, Mapping) and not issubclass(cls, StateProvider)
+    return known
+
+
+# By class: to look for a protocol's methods takes microseconds, and a model has thousands of mappings.
+_mappings: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

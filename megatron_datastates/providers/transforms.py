@@ -125,11 +125,12 @@ def _check_finite(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:
     most = torch.finfo(stored.dtype).max
     if -most <= low.item() and high.item() <= most:
         return
-    lost = values.isfinite() & ~stored.double().isfinite()
+    lost = values.isfinite() & ~stored.float().isfinite()
     if lost.any():
         raise MismatchError(
-            f"tensor {key!r} cannot be cast to {dtype_name(stored.dtype)}: {values[lost][0].item():g} is too "
-            f"large, expected at most {most:g}; choose another dtype, or patterns that leave this tensor out"
+            f"tensor {key!r} cannot be cast to {dtype_name(stored.dtype)}: {values[lost][0].item():g} would "
+            f"become infinite, expected -{most:g} to {most:g}; choose another dtype, or patterns that leave "
+            "this tensor out"
         )
 
 

@@ -133,7 +133,7 @@ def _slow_drain(saves: Sequence[Save]) -> Advice | None:
     needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
     if needed < between:
         return None
-    every = math.ceil(needed / median(filter(None, intervals(saves)))) + 1
+    every = math.ceil(needed / (median(filter(None, intervals(saves))) or between)) + 1
     return Advice(
         "slow",
         "The way from the near tiers to --save takes longer than the interval between checkpoints on it",

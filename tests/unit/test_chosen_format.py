@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_datastates import stores
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.errors import OptionError
@@ -153,9 +154,11 @@ def test_the_near_tier_in_the_folder_for_temporary_files_is_this_users_alone(
     if fault:
         with pytest.raises(OptionError, match=r"may not be this user's alone|cannot be used"):
             arguments.options_of(args)
-    assert Path(arguments.options_of(namespace(save="msc://store/run", datastates_near="/x")).near) == Path(
-        "/x"
-    )
+    args.datastates_near = "/x"
+    assert arguments.options_of(args).near == "/x"
+    monkeypatch.setattr(arguments, "msc_is_enabled", lambda: True)
+    monkeypatch.setattr(stores, "require_answer", lambda place: None)
+    arguments.check_object_stores(args)
 
 
 @pytest.mark.parametrize(

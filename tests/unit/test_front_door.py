@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_datastates.errors import (
     OptionError,
     SaveFailedError,
 )
+from megatron_datastates.providers import TensorSource
 
 
 def training_state() -> dict[str, Any]:
@@ -186,6 +188,43 @@ def test_an_empty_mapping_of_which_nothing_is_stored_is_missing(tmp_path: Path) 
         ds.load(tmp_path, into={"x": {}})
     with pytest.raises(MismatchError, match=r"there are the values 'c' and 'c\.d'"):
         ds.load(tmp_path, into={"b": {}})
+
+
+def test_empty_mappings_may_be_below_one_another(tmp_path: Path) -> None:
+    ds.save({"a": {"b": {"c": 1}, "d": torch.ones(1)}, "ab": {"c": 2}}, tmp_path)
+    found = ds.load(tmp_path, into={"a": {}, "a.b": {}, "ab": {}})
+    assert found["a"]["b"] == found["a.b"] == {"c": 1} and found["ab"] == {"c": 2}
+    assert found["a"]["d"].tolist() == [1]
+
+
+def test_a_nested_target_is_refused_by_name(tmp_path: Path) -> None:
+    ds.save({"a": {"w": torch.ones(3)}}, tmp_path)
+    with pytest.raises(MismatchError, match=r"tensor 'a\.w': the target is nested"):
+        ds.load(tmp_path, into={"a": {"w": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])}})
+
+
+def test_causes_of_a_failed_save_end(tmp_path: Path) -> None:
+    with pytest.raises(SaveFailedError) as caught:
+        ds.save({"w": torch.ones(3, device="meta")}, tmp_path / "c")
+    causes: list[BaseException | None] = [caught.value]
+    while causes[-1] is not None:
+        assert len(causes) < 10
+        causes.append(causes[-1].__cause__)
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+def test_the_entry_that_cannot_be_planned_is_found_among_others(at: int, tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {f"t{number}": torch.ones(2) for number in range(7)}
+
+    class Provider:
+        def entries(self) -> Iterator[TensorSource]:
+            for key, tensor in tensors.items():
+                yield TensorSource(key, np.ones(2) if key == f"t{at}" else tensor)
+
+        def restore(self, reader: Any) -> None: ...
+
+    with pytest.raises(SaveFailedError, match=rf"tensor 'p\.t{at}' cannot be saved: TypeError"):
+        ds.save({"p": Provider()}, tmp_path / "c")
 
 
 def test_an_ambiguous_state_fails_the_save(tmp_path: Path) -> None:

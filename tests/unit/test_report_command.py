@@ -310,6 +310,15 @@ def test_the_drain_is_compared_with_the_interval_of_what_it_brings(
     assert every in text and bool(text) == bool(every)
 
 
+def test_the_drain_of_saves_without_a_start_is_judged_by_what_is_known(written: Callable[..., Path]) -> None:
+    saves = many(3)
+    del saves[1]["started_at"]  # as earlier releases have reported it
+    drain = {"event": "drain", "bytes": 1, "near_ms": 5_000.0}
+    drains = [drain | {name: save[name] for name in ("save_id", "iteration")} for save in saves[::2]]
+    text = advice_on(written([*saves, *drains]), "The way from the near tiers")
+    assert "--datastates-drain-every 4" in text
+
+
 @pytest.mark.parametrize(
     ("waited", "option"), [(0.0, "--datastates-copy-threads"), (90.0, "--datastates-staging-memory")]
 )

@@ -232,7 +232,7 @@ def test_a_number_that_a_cast_has_no_room_for_fails_the_save(
     found = ds.load(tmp_path / "c")["c.w"]
     assert found.view(torch.uint8).equal(state.to(dtype).view(torch.uint8))
     state[7] = -torch.finfo(torch.float32).max
-    with pytest.raises(SaveFailedError, match=r"'w' cannot be cast to .*: -3.40282e\+38 is too large"):
+    with pytest.raises(SaveFailedError, match=r"'w' cannot be cast .*-3.40282e\+38 would become infinite"):
         ds.save({"c": Cast({"w": state}, dtype)}, tmp_path / "d")
 
 

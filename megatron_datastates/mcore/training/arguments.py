@@ -92,14 +92,18 @@ def adopt(args: Any) -> bool:
 
 def options_of(args: Any) -> Options:
     """Returns the options: as given, else from the environment, else defaults. Raises OptionError."""
-    given = {name: getattr(args, f"datastates_{name}", None) for name in Options.specs()}
-    options = Options.from_environment({name: value for name, value in given.items() if value is not None})
+    options = _given(args)
     if getattr(args, "perform_rl_step", False):
         # Reinforcement learning moves weights between training and inference without a fence.
         options = dataclasses.replace(options, lazy=False)
     if not options.near and is_object(getattr(args, "save", None) or ""):
         options = dataclasses.replace(options, near=default_near())
     return options
+
+
+def _given(args: Any) -> Options:
+    given = {name: getattr(args, f"datastates_{name}", None) for name in Options.specs()}
+    return Options.from_environment({name: value for name, value in given.items() if value is not None})
 
 
 def default_near() -> str:
@@ -164,12 +168,14 @@ def check_object_stores(args: Any) -> None:
         )
     for name in named:
         _require_answer(name, places[name])
-    if "save" in named and getattr(args, "rank", 0) == 0 and options_of(args).near == default_near():
-        logger.info(
-            "--save is in an object store, so checkpoints are written to %s of each node first "
-            "(--datastates-near names another directory)",
-            default_near(),
-        )
+    if "save" in named and not _given(args).near:
+        near = default_near()  # on every rank: each node has its own
+        if getattr(args, "rank", 0) == 0:
+            logger.info(
+                "--save is in an object store, so checkpoints are written to %s of each node first "
+                "(--datastates-near names another directory)",
+                near,
+            )
 
 
 def _place(args: Any, name: str) -> Path:
