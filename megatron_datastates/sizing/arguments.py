@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_datastates.errors import OptionError, StorageError
 
-_ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^${}]*))?\}|(\w+))")
 _KEY = re.compile(r"(?:--)?([a-z][\w-]*):")
 _SIMILAR = 0.9  # from 0 to 1: the least of a misspelt flag; Megatron's own differ by more
@@ -118,8 +118,9 @@ def _resolved(words: list[str]) -> list[str]:
         word = _VARIABLE.sub(value, word.removesuffix(";"))
         assigned = None if word.startswith("-") else _ASSIGNMENT.fullmatch(word)
         if assigned:
-            known[assigned[1]] = assigned[2]
-            word = assigned[2].removeprefix("(")
+            name, appends, word = assigned.groups()
+            known[name] = known.get(name, "") + word if appends else word
+            word = word.removeprefix("(")
         # ARGUMENTS=(--num-layers 4), and ARGUMENTS="--num-layers 4": a quoted list is one word of the file.
         parts = word.split()
         if next((part for part in parts if not part.startswith("$")), "").startswith("--"):

@@ -206,6 +206,18 @@ def test_variables_with_defaults_and_several_assignments_in_a_line_are_read(tmp_
     assert all(found.has(flag) for flag in ("swiglu", "bf16", "fp16", "quick-geglu", "add-qkv-bias"))
 
 
+def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
+    script = (
+        "ARGS=(--num-layers 12)\nARGS+=(\n  --hidden-size 512\n)\nMORE='--bf16'\nMORE+=' --swiglu'\n"
+        'WIDTH=4\nWIDTH+=096\npython pretrain_gpt.py "${ARGS[@]}" $MORE --ffn-hidden-size $WIDTH\n'
+    )
+    (tmp_path / "train.sh").write_text(script)
+    found = read_arguments([tmp_path / "train.sh"], [])
+    names = ("num-layers", "hidden-size", "ffn-hidden-size")
+    assert [found.number(name) for name in names] == [12, 512, 4096]
+    assert found.has("bf16") and found.has("swiglu")
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
