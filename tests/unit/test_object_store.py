@@ -406,6 +406,31 @@ def test_the_end_of_a_job_waits_for_parts_that_are_slow(
     check(nodes, 1)
 
 
+def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(
+    store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.5)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
+    store.fail("(PUT|POST) .*-00001", EXPIRED)  # of the other node
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    first = nodes.ranks.savers[0].near.drain
+    wait_for(lambda: first._to_publish)
+    looks, join = [], first._thread.join
+    monkeypatch.setattr(first._thread, "join", lambda timeout: looks.append(timeout) or join(timeout))
+
+    def looks_of(end: Any) -> int:
+        looks.clear()
+        end()
+        return len([timeout for timeout in looks if timeout])
+
+    assert looks_of(first.finish_objects) > 1
+    assert looks_of(lambda: first.close(abandon=False)) == 1
+    save(nodes, 2)
+    assert looks_of(lambda: first.close(abandon=False)) > 1
+    assert looks_of(lambda: first.close(abandon=False)) == 1
+
+
 def test_megatrons_loop_ends_drains_before_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_datastates.mcore.training import loop
 

@@ -81,6 +81,7 @@ class Drain:
         self._closing = False
         self._abandoned = False
         self._progress = time.monotonic()
+        self._given_up = 0.0  # what `_progress` was when a wait for all was given up
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -91,6 +92,7 @@ class Drain:
             self._kept = [*self._kept, save]  # saves end in the order in which they began
             if save.is_drained:
                 self._to_copy.append(save)
+            self._given_up = 0.0  # this one is worth a wait
             self._changed.notify_all()
         self._start(f"{save.name} stays")
 
@@ -135,7 +137,8 @@ class Drain:
     def close(self, *, abandon: bool) -> None:
         """Waits until the newest save, and all that were to be drained, are far; or gives them up.
 
-        Waits for as long as there is progress on this node or, on rank 0, on another.
+        Waits for as long as there is progress on this node or, on rank 0, on another. If it has waited in
+        vain, a further call waits only if there is a further save, or was progress since.
 
         Args:
             abandon: the program has failed: leave everything to the job that follows.
@@ -153,9 +156,11 @@ class Drain:
             self._changed.notify_all()
         if pending and not abandon:
             logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
-        self._progress = time.monotonic()
+        if self._progress != self._given_up:
+            self._progress = time.monotonic()
         while not abandon and not self._thread.join(_LOOK_SECONDS):
             if time.monotonic() - self._progress > self._stalled_seconds():
+                self._given_up = self._progress
                 break
         with self._changed:
             left = [*self._to_copy, *self._to_publish]
