@@ -67,7 +67,7 @@ class Look:
     path: Path
     iteration: int | None  # None: it has another name, such as `release`
     format: str  # as --ckpt-format names it; "unknown" where nothing says
-    state: str  # COMPLETE, UNFINISHED, DAMAGED or UNREADABLE
+    state: str  # COMPLETE, UNFINISHED, DAMAGED or UNREADABLE, which says nothing about it
     bytes: int  # of all its files
     created: str  # UTC, ISO 8601
     tracked: bool = False  # the run's tracker names it
@@ -191,6 +191,8 @@ def fault_of_torch_dist(path: Path) -> str | None:
 def _look_at_torch_dist(
     look: Look, most_parsed_bytes: int | None = None, records: Records | None = None
 ) -> None:
+    if is_object(look.path):
+        raise _FoundError(UNREADABLE, f"{TORCH_DIST} is not read from object stores: copy it to a directory")
     index, is_marked = look.path / TORCH_DIST_INDEX, stored_backend(look.path) is not None
     size = _size(index)
     if size is None:

@@ -102,6 +102,16 @@ def test_ls_lists_a_run_and_what_the_near_tier_has_of_it(
     assert code == 0 and "iteration 4: 1 data file" in out, err
 
 
+def test_torch_dist_in_a_store_is_not_called_damaged(store: ObjectStore) -> None:
+    one = stores.path_of(f"{RUN}/iter_0000005")
+    stores.write(one / ".metadata", b"of DCP")
+    stores.write(one / "metadata.json", b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    code, out, err = run("ls", RUN)
+    assert (code, err) == (0, "") and re.search(r"5 +torch_dist +unreadable", out)
+    assert "iter_0000005: torch_dist is not read from object stores: copy it to a directory" in out
+    assert "torch_dist, which is not read from object stores" in run("show", one)[2]
+
+
 def test_export_and_convert_read_from_a_store(local: Path, tmp_path: Path) -> None:
     for name, source in (("here", str(local / "iter_0000002")), ("there", f"{RUN}/iter_0000002")):
         assert run("export", source, tmp_path / name, "--hf")[0] == 0
