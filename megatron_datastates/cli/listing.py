@@ -11,7 +11,6 @@ import click
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    PATH,
     Table,
     cannot,
     json_option,
@@ -36,11 +35,12 @@ _WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadab
 @json_option
 @click.option(
     "--near",
+    "near_text",
     metavar="DIR",
-    type=PATH,
+    type=click.Path(),
     help="Also list what this node's near tier (--datastates-near) holds.",
 )
-def list_checkpoints(root: Path, as_json: bool, near: Path | None) -> None:
+def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     """List the checkpoints of a run, and whether they are complete.
 
     For each: its format, size, date, ranks and parallelism. Where no directory has one of Megatron's names
@@ -59,6 +59,7 @@ def list_checkpoints(root: Path, as_json: bool, near: Path | None) -> None:
     from megatron_datastates.pipeline.runs import is_published
 
     try:
+        near = near_root(near_text) if near_text else None  # an empty variable of a script names none
         require_directory(root)
         runs = look_at_run(root)
         looks = runs or ([] if is_published(root) else look_at_others(root))
@@ -70,7 +71,7 @@ def list_checkpoints(root: Path, as_json: bool, near: Path | None) -> None:
         cannot(
             NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: use `datastates show`")
         )
-    held = near_iterations(near_run(near_root(near), root)) if near else {}
+    held = near_iterations(near_run(near, root)) if near else {}
     if not looks and not held:
         cannot(NotACheckpointError(f"{root} holds no checkpoint: no directory in it is one"))
     if not as_json:
@@ -101,7 +102,7 @@ def _plain(look: Look) -> dict[str, Any]:
 def _near_files(look: Look, root: Path, near: Path | None) -> dict[str, Any]:
     if not near:
         return {}
-    held = near_iterations(near_run(near_root(near), root))
+    held = near_iterations(near_run(near, root))
     holding = held.get(look.iteration) if look.iteration is not None else None
     if holding is None:
         return {"near_files": 0, "near_copies": 0, "near_nodes": []}
@@ -113,11 +114,7 @@ def _near_files(look: Look, root: Path, near: Path | None) -> dict[str, Any]:
 
 
 def _print_near(near: Path, held: Mapping[int, Holding], looks: list[Look]) -> None:
-    say(
-        f"In the near tier {near_root(near)} of this node:"
-        if held
-        else f"The near tier {near_root(near)} has none"
-    )
+    say(f"In the near tier {near} of this node:" if held else f"The near tier {near} has none")
     complete = {look.iteration for look in looks if look.state == "complete"}
     for iteration, holding in held.items():
         where = "" if iteration in complete else "; not in the directory of the run yet"

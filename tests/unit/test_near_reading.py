@@ -140,6 +140,9 @@ def test_a_near_tier_is_in_a_file_system(monkeypatch: pytest.MonkeyPatch) -> Non
         near_root("$NODE/near")
     monkeypatch.setenv("NODE", "/disk")
     assert near_root("$NODE/near") == Path("/disk/near")
+    monkeypatch.setenv("NODE", "")
+    with pytest.raises(OptionError, match=r"the near tier \$NODE \(--datastates-near\) is an empty path"):
+        near_root("$NODE")
 
 
 # -- in the middle of a load --------------------------------------------------------------------------------

@@ -564,6 +564,10 @@ def test_ls_shows_on_which_nodes_each_iteration_is(
     assert next(row for row in rows if row["iteration"] == 2).items() >= {
         "near_files": 2, "near_copies": 1, "near_nodes": ["gpu-18", "gpu-17"]
     }.items()  # fmt: skip
+    assert run("ls", nodes.run, "--near", "") == run("ls", nodes.run)
+    monkeypatch.setenv("NODE", "")
+    code, out, err = run("ls", nodes.run, "--near", "$NODE")
+    assert (code, out) == (2, "") and "$NODE (--datastates-near) is an empty path" in err
 
 
 def test_left_overs_are_no_copies_and_nodes_may_have_one_name(

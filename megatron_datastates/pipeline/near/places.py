@@ -72,9 +72,15 @@ def near_root(option: str | os.PathLike[str]) -> Path:
     Each node has its own environment: launchers say there where its disk is mounted.
 
     Raises:
-        OptionError: with these it is a URL.
+        OptionError: with these it is empty, or a URL.
     """
-    root = path_of(os.path.expandvars(option))
+    text = os.path.expandvars(option)
+    if not text:
+        raise OptionError(
+            f"the near tier {option} (--datastates-near) is an empty path with this node's environment: "
+            "expected a directory; set the variable on each node"
+        )
+    root = path_of(text)
     if is_object(root):
         raise OptionError(f"the near tier {root} is in an object store: expected a directory of each node")
     return root.absolute()
