@@ -28,6 +28,7 @@ from megatron_datastates.seekable import SeekableReads
 SCHEME = "msc://"
 _PREFIX = "msc:/"  # what is left of it in a Path
 _URL = re.compile(r"msc:/+([^/]+)/*(.*)", re.DOTALL)
+_PASSWORD = re.compile(r"[^\s/:@\"']+:[^\s/@\"']*@")  # and the user before it, in a URL
 _SCHEME_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # also what is left of a URL in a Path
 _END_BYTES = 256 << 10  # read at once with the end of an object, where footers are
 _NO_THREADS = "at interpreter shutdown"  # Python's refusal to start one
@@ -354,7 +355,11 @@ def _without_secrets(error: Exception) -> str:
     places = [where for one in error.args if (where := getattr(one, "json_path", None))]
     if places:
         return f"unexpected value at {', '.join(places)}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {_without_password(error)}"
+
+
+def _without_password(error: Exception) -> str:
+    return _PASSWORD.sub("***@", str(error))
 
 
 @contextlib.contextmanager
@@ -367,13 +372,16 @@ def _errors_of(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", str(path)) from error
     except PermissionError as error:
-        raise PermissionError(errno.EACCES, f"the object store refuses it ({error})", str(path)) from error
+        raise PermissionError(
+            errno.EACCES, f"the object store refuses it ({_without_password(error)})", str(path)
+        ) from error
     except OSError as error:
         if error.errno is not None:
             raise
-        raise OSError(errno.EIO, str(error), str(path)) from error
+        raise OSError(errno.EIO, _without_password(error), str(path)) from error
     except Exception as error:  # RuntimeError, RetryableError, and the store's own library's
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(path)) from error
+        reason = f"{type(error).__name__}: {_without_password(error)}"
+        raise OSError(errno.EIO, reason, str(path)) from error
 
 
 # -- what killed uploads leave ----------------------------------------------------------------------------

@@ -539,6 +539,14 @@ def test_a_configuration_that_the_client_cannot_use_is_named_without_its_secrets
         with pytest.raises(OptionError, match=f"msc://{kind}/run: .*{config}: .*({said})") as refused:
             stores.require_answer(stores.path_of(f"msc://{kind}/run"))
         assert "hidden" not in "".join(traceback.format_exception(refused.value))
+    settings = json.loads(whole)
+    for kind, endpoint in [("no_url", "user:hidden@x"), ("closed", "http://user:hidden@127.0.0.1:1")]:
+        profile = copy.deepcopy(settings["profiles"]["store"]) | {"retry": {"attempts": 1}}
+        profile["storage_provider"]["options"]["endpoint_url"] = endpoint
+        config.write_text(json.dumps({"profiles": {kind: profile}}))
+        with pytest.raises((OptionError, OSError), match=r"\*\*\*@") as refused_url:
+            stores.require_answer(stores.path_of(f"msc://{kind}/run"))
+        assert "hidden" not in str(refused_url.value)
 
 
 def test_a_store_that_cannot_be_used_is_refused_when_training_starts(
