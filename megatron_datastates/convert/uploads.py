@@ -2,12 +2,14 @@
 
 Protocol: data files first, each block's checksum compared on the way; then what else belongs to the
 checkpoint, and the manifest as the last object (pipeline/directory_publisher.py). Meanwhile the target is
-claimed (sinks/target.py), as these names are not a call's own, like those of data files. What a kill leaves
-has no manifest, so it is no checkpoint, and `datastates prune` removes it.
+claimed (sinks/target.py), as these names are not a call's own, like those of data files. Of two calls at
+once, one at most publishes, and perhaps neither; a call that finds the other removes its own data files. What
+a kill leaves has no manifest, so it is no checkpoint, and `datastates prune` removes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -68,15 +70,24 @@ def publish_uploaded(folder: Path, target: Path, manifest: Manifest) -> None:
     """Uploads all that a checkpoint has beside its data files, and publishes it.
 
     Raises:
-        StorageError: another call makes a checkpoint there, or has made one meanwhile. It stays as it is.
+        StorageError: another call makes a checkpoint there, or has made one meanwhile. It stays as it is,
+            and this call's data files are removed.
         DataStatesError, OSError: as upload_files.
     """
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name, *(file.name for file in manifest.files)}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [name for path in files if (name := str(path.relative_to(folder))) not in known]
     looked_at = {MANIFEST_NAME, METADATA_NAME}  # by _refuse_checkpoint
-    with claimed(target, lambda name: is_own_file_name(name) or name in {*names, *looked_at}):
-        _refuse_checkpoint(target)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(
+                claimed(target, lambda name: is_own_file_name(name) or name in {*names, *looked_at})
+            )
+            _refuse_checkpoint(target)
+        except BaseException:  # including an interrupt: no manifest that names these files was sent
+            with contextlib.suppress(OSError):
+                stores.remove_all(target, [file.name for file in manifest.files])
+            raise
         for name in names:
             with open_regular(folder / name) as file:
                 stores.upload(target / name, file)

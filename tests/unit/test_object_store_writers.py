@@ -21,7 +21,8 @@ from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.weights_only import UnfinishedError, drop_optimizer, plan_drop
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import INTEGRITY_NAME
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name
 from megatron_datastates.pipeline.left_overs import remove_left_overs
 from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
 from megatron_datastates.pipeline.verify import verify
@@ -128,6 +129,9 @@ def test_a_checkpoint_that_was_made_meanwhile_stays(
     code, out, err = run("convert", tmp_path / "1" / "iter_0000001", target)
     assert (code, out) == (2, "") and f"{target} exists: choose another target" in err
     assert verify(target).faults == [] and run("diff", tmp_path / "2" / "iter_0000001", target)[0] == 0
+    names = {one.name for one in stores.all_below(stores.path_of(target))}
+    manifest = Manifest.decode(stores.read_whole(stores.path_of(target) / MANIFEST_NAME), "")
+    assert set(filter(is_data_file_name, names)) == {file.name for file in manifest.files}
     assert not list(scratch.iterdir())
 
 

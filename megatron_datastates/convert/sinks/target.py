@@ -7,8 +7,8 @@ Protocol:
 A target in an object store is made in the directory for temporary files, and uploaded:
   1. a target that has come to exist meanwhile is refused again;
   2. a directory is claimed: an object of this call's own, `.datastates-claim-ID`, is written, and if a
-     listing then shows any other, the call fails. Of two calls at once, one at most goes on: the files of
-     both have the same names, so a mixture would load;
+     listing then shows any other, the call fails. Of two calls at once, one at most goes on, and perhaps
+     neither: the files of both have the same names, so a mixture would load;
   3. the files are uploaded; what says which files there are (*.json) comes last, and config.json, without
      which nothing loads a model, as the very last;
   4. the claim is removed, and after a failure also what was uploaded.
@@ -171,7 +171,10 @@ def claimed(target: Path, may_be_there: Callable[[str], bool] = lambda name: Fal
         stores.write(claim, b"")
         names = {one.name for one in stores.all_below(target)}
         if claim.name not in names or not all(map(may_be_there, names - {claim.name})):
-            raise StorageError(f"{target} exists, or another call is writing it: choose another target")
+            raise StorageError(
+                f"{target} exists, or another call is writing it: choose another target, or call again "
+                "once no other call writes it"
+            )
         yield
     finally:
         try:
