@@ -221,8 +221,9 @@ def may_be_ours(directory: str | os.PathLike[str]) -> bool:
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
     """Returns whether the directory has a manifest of ours; False where that cannot be looked at."""
-    path = path_of(directory) / MANIFEST_NAME
-    return path.is_file() if is_object(path) else os.path.isfile(path)  # noqa: PTH113 - which raises nothing
+    with contextlib.suppress(OSError, ValueError):  # ValueError: there is a null character in the name
+        return has_file(path_of(directory) / MANIFEST_NAME)
+    return False
 
 
 def has_file(path: Path) -> bool:
@@ -269,14 +270,12 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
 
 def stored_backend(directory: str | os.PathLike[str]) -> str | None:
     """Returns the format that a checkpoint's metadata.json names; None if there is none that can be read."""
-    try:
-        backend = metadata_members(directory).get("sharded_backend")
-    except (OSError, FormatError):
-        return None
-    return backend if isinstance(backend, str) else None
+    with contextlib.suppress(OSError):
+        return _answered_backend(directory)
+    return None
 
 
-def _answered_backend(directory: Path) -> str | None:
+def _answered_backend(directory: str | os.PathLike[str]) -> str | None:
     """Returns the same. Raises OSError if that cannot be looked at."""
     try:
         backend = metadata_members(directory).get("sharded_backend")
