@@ -41,7 +41,7 @@ from megatron_datastates import stores
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 
 _FILES = 4

@@ -1,7 +1,7 @@
 """Saves by the whole pipeline, as a training loop makes them: start, fence, polls.
 
-Every save goes through pipeline.saver.Saver, so that all that a trainer waits for counts: collecting the
-tensors, looking up the layout, the native call, the fence and the polls. The front door (`ds.async_save`)
+Every save goes through pipeline.saver.Saver, so that all that a trainer waits for counts: collecting
+the tensors, looking up the layout, the native call, the fence and the polls. The front door (`ds.async_save`)
 would not do: it keeps its staging memory until the process ends, and benchmarks compare one size of it with
 another, wait until it is page-locked, and time the steps within a save.
 """

@@ -17,14 +17,14 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.files import is_object, path_of
-from megatron_datastates.pipeline.filling import fill
-from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
+from megatron_datastates.pipeline.loading.filling import fill
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.restoring import restore
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
-from megatron_datastates.pipeline.restoring import restore
 from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.named import Shard, map_leaves, named_values, nested, tree_of
 

@@ -17,7 +17,7 @@ from benchmarks.rounds import medians
 from benchmarks.states import Tensors, bytes_of, lazy
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.reader import SLOT_BYTES
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.reads import ScheduledRead, plan_slice
 
 

@@ -16,7 +16,7 @@ from benchmarks.rounds import Bar, Rates, interleave, median, spread
 from benchmarks.worlds import World
 from megatron_datastates.config import GIB, MIB, Options
 from megatron_datastates.engine.reader import SLOT_BYTES
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 
 POOL_BYTES = Options().read_threads * SLOT_BYTES
 FORMATS = ("datastates", "torch_dist")

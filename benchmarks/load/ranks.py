@@ -80,7 +80,7 @@ def _load(job: Job) -> RankResult:
     from megatron.core import dist_checkpointing
 
     from megatron_datastates.mcore.load import opening
-    from megatron_datastates.pipeline import opening as indexes
+    from megatron_datastates.pipeline.runs import opening as indexes
 
     if job.forget:
         opening.forget()
@@ -114,7 +114,7 @@ def _load(job: Job) -> RankResult:
 def _take_bytes_read(directory: str) -> int:
     """Returns how many bytes loads of a directory have read from disk, and sets the count to zero."""
     from megatron_datastates.mcore.load import opening
-    from megatron_datastates.pipeline import runs
+    from megatron_datastates.pipeline.runs import runs
 
     if not runs.is_ours(directory):
         return 0

@@ -23,7 +23,7 @@ from benchmarks.scale.models import Model, Parallel
 from benchmarks.scale.ranks import Group
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.mcore.load.reader import DataStatesReader
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 
 def enter_world(rank: int, ranks: int) -> None:

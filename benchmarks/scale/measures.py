@@ -28,13 +28,13 @@ from benchmarks.scale.ranks import RankState, rank_states
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
-from megatron_datastates.pipeline.milestones import SaveContext
-from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.records import RankRecord, Records
-from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.publishing.polls import Polls
+from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.records import RankRecord, Records
+from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.plan.layout import TailItem, plan_layout
 
 MIB = 1 << 20

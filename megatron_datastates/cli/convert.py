@@ -150,7 +150,7 @@ def convert(
 
 def _one_of(source: Path, target: Path, iteration: int | None) -> tuple[Path, Path]:
     """Returns a checkpoint, and where it goes: of a run, into a run, unless the target names an iteration."""
-    from megatron_datastates.pipeline.run_folders import is_checkpoint_name
+    from megatron_datastates.pipeline.runs.run_folders import is_checkpoint_name
 
     chosen = checkpoint_of(source, iteration)
     into_run = chosen != source and not is_checkpoint_name(target.name)
@@ -267,7 +267,7 @@ def _print_result(one: ConversionResult) -> None:
 
 
 def _say_what_is_unchecked(found: Sequence[ConversionResult], request: ConversionRequest) -> None:
-    from megatron_datastates.pipeline.runs import is_published
+    from megatron_datastates.pipeline.runs.runs import is_published
 
     converted = [one for one in found if not one.failed and not one.skipped]
     if not request.verify and any(not is_published(Path(one.source)) for one in converted):

@@ -56,7 +56,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     Example: datastates ls runs/gpt
     """
     from megatron_datastates.convert.look import look_at_others, look_at_run
-    from megatron_datastates.pipeline.runs import is_published
+    from megatron_datastates.pipeline.runs.runs import is_published
 
     try:
         near = near_root(near_text) if near_text else None  # an empty variable of a script names none
@@ -153,7 +153,7 @@ def _print(looks: list[Look]) -> None:
 def _print_tracker(root: Path, looks: list[Look]) -> None:
     from megatron_datastates.files import names_in
     from megatron_datastates.format.directory import TRACKER_NAME
-    from megatron_datastates.pipeline.run_folders import tracked_name
+    from megatron_datastates.pipeline.runs.run_folders import tracked_name
 
     try:
         name = tracked_name(root)

@@ -25,8 +25,8 @@ from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.prune import OtherFormats, PrunePlan, RetentionRules
-    from megatron_datastates.pipeline.runs import Iteration
+    from megatron_datastates.pipeline.runs.runs import Iteration
+    from megatron_datastates.pipeline.upkeep.prune import OtherFormats, PrunePlan, RetentionRules
 
 _MIN_AGE_MINUTES = 60.0
 
@@ -87,9 +87,9 @@ def prune(
     Example: datastates prune runs/gpt --keep-last 3 --drop-optimizer --yes
     """
     from megatron_datastates.cli.weights import drop_all, finish_drops
-    from megatron_datastates.pipeline.left_overs import remove_left_overs
-    from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
-    from megatron_datastates.pipeline.runs import stored_bytes
+    from megatron_datastates.pipeline.runs.runs import stored_bytes
+    from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
+    from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune
 
     try:
         require_directory(root)
@@ -129,7 +129,7 @@ def other_formats(root: Path) -> OtherFormats:
     if is_object(root):
         return {}
     from megatron_datastates.convert.look import fault_of_torch_dist
-    from megatron_datastates.pipeline.prune import OtherFormat
+    from megatron_datastates.pipeline.upkeep.prune import OtherFormat
 
     return {TORCH_DIST: OtherFormat(TORCH_DIST_INDEX, ".distcp", fault_of_torch_dist)}
 
@@ -137,7 +137,7 @@ def other_formats(root: Path) -> OtherFormats:
 def _prune_with_progress(
     root: Path, rules: RetentionRules, sizes: dict[Path, int], failed: list[tuple[Iteration, StorageError]]
 ) -> list[Iteration]:
-    from megatron_datastates.pipeline.prune import prune as prune_run
+    from megatron_datastates.pipeline.upkeep.prune import prune as prune_run
 
     def fail(one: Iteration, why: StorageError) -> None:
         note(str(why))
@@ -162,7 +162,7 @@ def _done(done: int, planned: int, noun: str) -> str:
 
 
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
-    from megatron_datastates.pipeline.left_overs import age_text
+    from megatron_datastates.pipeline.upkeep.left_overs import age_text
 
     remove = "to remove" if yes else "would remove"
     for one, why in plan.kept:

@@ -21,7 +21,7 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.repair import Repair
+    from megatron_datastates.pipeline.upkeep.repair import Repair
 
 
 @app.command()
@@ -62,8 +62,8 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
 
 
 def _repair_with_progress(directory: Path) -> Repair:
-    from megatron_datastates.pipeline.repair import repair as repair_checkpoint
-    from megatron_datastates.pipeline.runs import stored_bytes
+    from megatron_datastates.pipeline.runs.runs import stored_bytes
+    from megatron_datastates.pipeline.upkeep.repair import repair as repair_checkpoint
 
     with progress_bar("checking") as progress:
         task = progress.add_task("", total=stored_bytes(directory))

@@ -32,7 +32,7 @@ from megatron_datastates.errors import (
     printable,
 )
 from megatron_datastates.files import is_object, path_of, require_utf8
-from megatron_datastates.pipeline.run_folders import choose_checkpoint
+from megatron_datastates.pipeline.runs.run_folders import choose_checkpoint
 
 if TYPE_CHECKING:
     from rich.progress import Progress

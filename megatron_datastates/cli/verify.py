@@ -36,7 +36,7 @@ from megatron_datastates.errors import (
 )
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.verify import Verdict
+    from megatron_datastates.pipeline.upkeep.verify import Verdict
 
 
 @app.command()
@@ -112,7 +112,11 @@ def _checkpoints(
 
 
 def _all_of_run(directory: Path) -> list[Path]:
-    from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run, other_checkpoints
+    from megatron_datastates.pipeline.runs.run_folders import (
+        checkpoint_directories,
+        is_run,
+        other_checkpoints,
+    )
 
     if not is_run(directory):
         others = other_checkpoints(directory)
@@ -167,10 +171,10 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.sources.datastates import DataStatesSource
     from megatron_datastates.files import is_out_of_reach
-    from megatron_datastates.pipeline.load import Checkpoint
-    from megatron_datastates.pipeline.runs import is_published, require_readable
-    from megatron_datastates.pipeline.verify import Verdict
-    from megatron_datastates.pipeline.verify import verify as verify_checkpoint
+    from megatron_datastates.pipeline.loading.load import Checkpoint
+    from megatron_datastates.pipeline.runs.runs import is_published, require_readable
+    from megatron_datastates.pipeline.upkeep.verify import Verdict
+    from megatron_datastates.pipeline.upkeep.verify import verify as verify_checkpoint
 
     try:
         require_readable(directory)  # what is not readable is not called faulty

@@ -12,8 +12,8 @@ from megatron_datastates.format.directory import iteration_in_name
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.weights_only import DropPlan
-    from megatron_datastates.pipeline.prune import OtherFormats, RetentionRules
-    from megatron_datastates.pipeline.runs import Iteration
+    from megatron_datastates.pipeline.runs.runs import Iteration
+    from megatron_datastates.pipeline.upkeep.prune import OtherFormats, RetentionRules
 
 
 def finish_drops(root: Path) -> None:
@@ -35,7 +35,7 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
     Raises:
         DataStatesError: as plan_prune.
     """
-    from megatron_datastates.pipeline.prune import plan_prune
+    from megatron_datastates.pipeline.upkeep.prune import plan_prune
 
     plan, call = plan_prune(root, rules, others), _Call(yes, quiet=as_json)
     for one, why in plan.kept:
@@ -68,7 +68,7 @@ class _Call:
     def drop(self, one: Iteration) -> None:
         """Drops the optimizer's state of one checkpoint, or says what that would free."""
         from megatron_datastates.convert.weights_only import UnfinishedError, plan_drop
-        from megatron_datastates.pipeline.runs import stored_bytes
+        from megatron_datastates.pipeline.runs.runs import stored_bytes
 
         before = stored_bytes(one.path)
         try:

@@ -23,7 +23,7 @@ from megatron_datastates.format.values import element_bytes
 if TYPE_CHECKING:
     import torch
 
-    from megatron_datastates.pipeline.optimizer import StateTensor
+    from megatron_datastates.pipeline.loading.optimizer import StateTensor
 
 Read = Callable[[Sequence[int], Sequence[int]], "torch.Tensor"]  # takes an offset and a shape
 
@@ -153,7 +153,7 @@ def _states(source: Source) -> Mapping[str, StateTensor]:
 
 def _optimizer_state(source: Source) -> Mapping[str, StateTensor]:
     from megatron_datastates.convert.sources.datastates import DataStatesSource
-    from megatron_datastates.pipeline.optimizer import optimizer_state
+    from megatron_datastates.pipeline.loading.optimizer import optimizer_state
 
     return optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
 

@@ -1,6 +1,7 @@
 """Checks checkpoints of other formats: what their files hold, and the checksums that they have.
 
-What belongs here: checks that need only a source's interface. Those of our own format: pipeline/verify.py.
+What belongs here: checks that need only a source's interface. Those of our own format:
+pipeline/upkeep/verify.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_datastates.convert.workers import Workers
 from megatron_datastates.errors import CorruptDataError, DataStatesError, UntrustedClassError
 from megatron_datastates.files import OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
-from megatron_datastates.pipeline.verify import Verdict
+from megatron_datastates.pipeline.upkeep.verify import Verdict
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.providers.objects import check_stored
 

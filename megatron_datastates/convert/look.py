@@ -44,9 +44,13 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_index_name
-from megatron_datastates.pipeline.presence import missing_files
-from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_checkpoint_name, tracked_name
-from megatron_datastates.pipeline.runs import format_seen, metadata_members, stored_backend, stored_bytes
+from megatron_datastates.pipeline.publishing.presence import missing_files
+from megatron_datastates.pipeline.runs.run_folders import (
+    checkpoint_directories,
+    is_checkpoint_name,
+    tracked_name,
+)
+from megatron_datastates.pipeline.runs.runs import format_seen, metadata_members, stored_backend, stored_bytes
 
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
 _ARGUMENTS_KEY = "args"  # of what Megatron saves through PyTorch's calls

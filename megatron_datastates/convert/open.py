@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.files import is_object, path_of, require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
-from megatron_datastates.pipeline.run_folders import other_checkpoints
-from megatron_datastates.pipeline.runs import format_of, require_readable
+from megatron_datastates.pipeline.runs.run_folders import other_checkpoints
+from megatron_datastates.pipeline.runs.runs import format_of, require_readable
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source

@@ -17,7 +17,7 @@ from megatron_datastates.convert.uploads import refuse_object_target
 from megatron_datastates.errors import FormatError, OptionError, StorageError
 from megatron_datastates.files import folders_in, is_object, require_utf8
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
-from megatron_datastates.pipeline.runs import metadata_members
+from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.plan.coverage import coverage_faults
 
 FORMATS = (DataStatesSink.format, TorchDistSink.format)

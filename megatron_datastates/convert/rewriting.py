@@ -35,8 +35,8 @@ from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.documents import releases
-from megatron_datastates.pipeline.layouts import merge_layouts
+from megatron_datastates.pipeline.publishing.documents import releases
+from megatron_datastates.pipeline.publishing.layouts import merge_layouts
 
 _COPIED_BYTES = 8 << 20  # of a file, in one go
 _FIRST_NEW = 1000  # of a rank's new files: a save by DCP numbers its few files from 0, and reuses those names

@@ -26,8 +26,8 @@ from megatron_datastates.errors import (
     StorageError,
     describe_error,
 )
-from megatron_datastates.pipeline.run_folders import checkpoint_directories, other_checkpoints
-from megatron_datastates.pipeline.runs import is_complete
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, other_checkpoints
+from megatron_datastates.pipeline.runs.runs import is_complete
 
 FULLY_RESHARDABLE = "fully-reshardable"
 CONVERTING, VERIFYING = "converting", "verifying"  # the stages of a conversion

@@ -16,7 +16,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
     iteration_name,
 )
-from megatron_datastates.pipeline.run_folders import has_folder, tracked_name
+from megatron_datastates.pipeline.runs.run_folders import has_folder, tracked_name
 
 
 def how_to_load(source: Path, target: Path) -> str:

@@ -25,7 +25,7 @@ from megatron_datastates.convert.views import Tensors, same_keys, view
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run, other_checkpoints
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, other_checkpoints
 
 if TYPE_CHECKING:
     import torch

@@ -1,10 +1,10 @@
 """Targets in object stores: what a conversion has written here is brought there, as a drain does it.
 
 Protocol: data files first, each block's checksum compared on the way; then what else belongs to the
-checkpoint, and the manifest as the last object (pipeline/directory_publisher.py). Meanwhile the target is
-claimed (sinks/target.py), as these names are not a call's own, like those of data files. Of two calls at
-once, one at most publishes, and perhaps neither; a call that finds the other removes its own data files. What
-a kill leaves has no manifest, so it is no checkpoint, and `datastates prune` removes it.
+checkpoint, and the manifest as the last object (pipeline/publishing/directory_publisher.py). Meanwhile the
+target is claimed (sinks/target.py), as these names are not a call's own, like those of data files. Of two
+calls at once, one at most publishes, and perhaps neither; a call that finds the other removes its own data
+files. What a kill leaves has no manifest, so it is no checkpoint, and `datastates prune` removes it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, open_regular
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 
 
 def refuse_object_target(target: Path, needed_bytes: int, names: Collection[str]) -> None:

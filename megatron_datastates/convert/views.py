@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Slice, Source, SourceTensor, fragment_with
 from megatron_datastates.errors import FormatError
-from megatron_datastates.pipeline.load import torch_dtype
-from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor, has_optimizer_maps
+from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor, has_optimizer_maps
 from megatron_datastates.plan.boxes import contiguous_strides, intersect
 from megatron_datastates.plan.reads import ScheduledRead
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.values import is_dcp_file_name
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.providers.objects import check_saved
 
 _PROPERTIES: dict[str, type] = {

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index
-from megatron_datastates.pipeline.load import torch_dtype
-from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
+from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
 from megatron_datastates.plan.coverage import coverage_faults
 

@@ -16,8 +16,8 @@ from megatron_datastates.config import Options
 from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import can_be_directory, directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 
 class DataStatesReader(CheckpointReader):

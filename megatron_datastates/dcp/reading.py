@@ -28,10 +28,10 @@ from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.filling import Temporaries, copy_converted
-from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
-from megatron_datastates.pipeline.optimizer_groups import beside_maps
+from megatron_datastates.pipeline.loading.filling import Temporaries, copy_converted
+from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
+from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
@@ -84,7 +84,7 @@ class CheckpointReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what it can in place, in one pass over the files, and then the rest through temporaries.
 
-        Raises what pipeline.load.Checkpoint.read raises; DCP wraps that in its own exception.
+        Raises what pipeline.loading.load.Checkpoint.read raises; DCP wraps that in its own exception.
         """
         FENCE.wait("a load")
         reader = self.checkpoint.new_reader()

@@ -24,7 +24,7 @@ from torchtitan.tools.utils import GarbageCollection
 from megatron_datastates.dcp.reader import DataStatesReader
 from megatron_datastates.dcp.writer import DataStatesWriter
 from megatron_datastates.format.directory import BACKEND
-from megatron_datastates.pipeline.runs import format_of, is_published
+from megatron_datastates.pipeline.runs.runs import format_of, is_published
 
 _STEP = re.compile(r"step-(\d+)")
 

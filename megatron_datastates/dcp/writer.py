@@ -36,11 +36,11 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.documents import PublicationExtras
-from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.parts import new_save_id, part_saver_for
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.records import SavedPart
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.records import SavedPart
 
 _PART = "datastates"  # the result of a rank is one for all its items
 _used: set[SaveId] = set()  # of this process's saves, to notice plans that a planner has cached

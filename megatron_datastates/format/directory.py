@@ -1,7 +1,7 @@
 """Names in the directories of runs and of checkpoints, of every format.
 
-Belongs here: what a name says. Does not belong here: looking into files (pipeline/runs.py), and the names
-of files that a save of ours makes (values.py).
+Belongs here: what a name says. Does not belong here: looking into files (pipeline/runs/runs.py), and the
+names of files that a save of ours makes (values.py).
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if not adopt(parameters.of_call(args, kwargs)["state"].cfg.checkpoint):
             return original(*args, **kwargs)
-        from megatron_datastates.pipeline.held import trainer_held
+        from megatron_datastates.pipeline.saving.held import trainer_held
 
         enable_saving()
         with trainer_held("save_checkpoint"):

@@ -16,9 +16,9 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.read_costs import ReadCosts
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.read_costs import ReadCosts
+from megatron_datastates.pipeline.publishing.agreement import Collectives
 from megatron_datastates.pipeline.report import Reporter, milliseconds
 
 logger = logging.getLogger(__name__)

@@ -18,15 +18,15 @@ import threading
 from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.documents import PublicationExtras
-from megatron_datastates.pipeline.milestones import SaveContext
-from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.records import SavedPart
-from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.publishing.polls import Polls
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.pipeline.savers import kept_saver
+from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.records import SavedPart
+from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.providers.base import StateProvider
 
 _MODE = "dcp"

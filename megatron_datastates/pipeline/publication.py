@@ -42,24 +42,24 @@ import numpy as np
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.agreement import PendingResult, PollableResult
-from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
-from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
-from megatron_datastates.pipeline.documents import PublicationExtras, record_of, small_files
-from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
-from megatron_datastates.pipeline.milestones import State
 from megatron_datastates.pipeline.near.replicas import Replicas
 from megatron_datastates.pipeline.near.share import NearShare
-from megatron_datastates.pipeline.polls import Polls
-from megatron_datastates.pipeline.records import (
+from megatron_datastates.pipeline.publishing.agreement import PendingResult, PollableResult
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.publishing.polls import Polls
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.saving.held import trainer_held
+from megatron_datastates.pipeline.saving.milestones import State
+from megatron_datastates.pipeline.saving.records import (
     RankRecord,
     Records,
     SavedPart,
     decode_failures,
     encode_failure,
 )
-from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.saving.save import RankSave
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002

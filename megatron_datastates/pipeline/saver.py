@@ -23,20 +23,20 @@ from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import DataStatesError, OptionError, raise_from
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.branches import Origin
-from megatron_datastates.pipeline.documents import PublicationExtras
-from megatron_datastates.pipeline.layouts import LayoutStore
-from megatron_datastates.pipeline.links import Link, Links
-from megatron_datastates.pipeline.milestones import SaveContext, State
 from megatron_datastates.pipeline.near.tier import NearTier
-from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_items
-from megatron_datastates.pipeline.polls import Polls, Turn
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore
+from megatron_datastates.pipeline.publishing.polls import Polls, Turn
 from megatron_datastates.pipeline.report import Reporter, save_report
-from megatron_datastates.pipeline.save import RankSave
-from megatron_datastates.pipeline.unplanned import with_key
-from megatron_datastates.pipeline.warm_up import AtFirstFences
+from megatron_datastates.pipeline.runs.branches import Origin
+from megatron_datastates.pipeline.saving.links import Link, Links
+from megatron_datastates.pipeline.saving.milestones import SaveContext, State
+from megatron_datastates.pipeline.saving.plans import Memory, Plans, StatePlan, tail_items
+from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.unplanned import with_key
+from megatron_datastates.pipeline.saving.warm_up import AtFirstFences
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.collect import Collected, check_names, collect
 from megatron_datastates.providers.transforms import sampled

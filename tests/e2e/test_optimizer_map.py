@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import optimizer_state
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import optimizer_state
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 STEPS: list[str | Path] = ["--train-iters", "8", "--save-interval", "2", "--ckpt-format", "datastates"]

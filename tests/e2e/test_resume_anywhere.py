@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import has_optimizer_maps
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import has_optimizer_maps
 from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
 
 OFFLOADED = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]

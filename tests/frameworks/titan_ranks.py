@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components import checkpoint as titan
 
 from megatron_datastates.dcp.torchtitan import CheckpointManager
-from megatron_datastates.pipeline.runs import format_of
+from megatron_datastates.pipeline.runs.runs import format_of
 
 
 class Optimizer(Stateful):

@@ -41,8 +41,8 @@ from megatron_datastates.format.index import Index, build_index, index_entry
 from megatron_datastates.format.manifest import Manifest, ProviderEntry
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
-from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability, StateProvider, StateReader
 from megatron_datastates.providers.objects import ObjectSource

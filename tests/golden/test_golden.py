@@ -20,8 +20,8 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 from tests.golden import make_golden as made
 from tests.unit.states import bits

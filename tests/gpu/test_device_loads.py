@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.plan.reads import ScheduledRead, plan_box

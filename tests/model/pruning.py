@@ -1,6 +1,6 @@
 """The steps of `datastates prune` in the model: removing a checkpoint, and removing left-overs.
 
-The names of the steps are those of pipeline/prune.py.
+The names of the steps are those of pipeline/upkeep/prune.py.
 """
 
 from __future__ import annotations

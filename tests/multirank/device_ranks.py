@@ -12,10 +12,10 @@ from late_device import LateDevice
 from saving_rank import join, report
 
 from megatron_datastates.config import MIB, Options
-from megatron_datastates.pipeline import agreement
 from megatron_datastates.pipeline import publication as publications
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing import agreement
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing.agreement import Collectives
 
 GARBAGE = 0xEE
 HARMLESS = {"view", "unbind", "numel", "__getitem__", "__len__", "__get__"}

@@ -26,8 +26,8 @@ from model_ranks import FORMATS, Layout, Training, build, random_values, save_bo
 from saving_rank import join, make_directory, report
 
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import StateTensor, optimizer_state
 
 
 def compare(root: str, layouts: list[Layout], with_stock: bool, folder: str) -> None:

@@ -14,7 +14,7 @@ from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, report, s
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 # Slots of the smallest size: what shares a slot with eager bytes is copied with them.
 SLOW = Options(slot_size=1 << 20, copy_limit=12_000_000)

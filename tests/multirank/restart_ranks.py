@@ -11,7 +11,7 @@ from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, report,
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.mcore import DataStatesSaveStrategy
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 SLOW = Options(copy_limit=2_000_000, write_limit=1_000_000)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.support.world import World
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.scale.models import Model, Parallel
 from benchmarks.scale.ranks import rank_states
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.multirank.layouts import EP2, PP2, TP2, Layout
 from tests.support.world import World
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.named import NamedState
 from tests.native.device_trainer import AFTER, Trainer, failure

@@ -10,7 +10,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from tests.native.fake_cuda.driver import FakeCuda

@@ -13,7 +13,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.dcp import reading
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import reader as engine_reader
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider

@@ -9,9 +9,9 @@ import pytest
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.plans import Structure
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving.held import trainer_held
+from megatron_datastates.pipeline.saving.plans import Structure
 from megatron_datastates.providers.base import Mutability
 from tests.native.device_trainer import AFTER, Trainer, assert_published, failure
 from tests.native.device_trainer import trainer as trainer

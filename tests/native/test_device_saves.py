@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.providers.base import Mutability
 from tests.native.device_trainer import AFTER, SLOT, Trainer, assert_published, failure
 from tests.native.device_trainer import trainer as trainer

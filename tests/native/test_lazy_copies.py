@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.saving.held import trainer_held
 from tests.native.device_trainer import AFTER, SLOT, Trainer, assert_published, samples_of
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors

@@ -18,7 +18,7 @@ from megatron_datastates.engine import staging
 from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.pipeline.plans import locate, plan_state
+from megatron_datastates.pipeline.saving.plans import locate, plan_state
 from megatron_datastates.providers.base import Mutability, Tensors
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Origin
-from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import StateProvider
 from tests.unit.states import OPTIONS

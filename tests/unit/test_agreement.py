@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_datastates.pipeline import agreement
-from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.publishing import agreement
+from megatron_datastates.pipeline.publishing.agreement import Collectives
 
 RANKS = 3
 

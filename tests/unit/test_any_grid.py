@@ -31,7 +31,7 @@ from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.mcore.save import strategy as _attaches_our_reader  # noqa: F401
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.mutability import nothing_promised
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.grids import DTYPES, SHAPES, Box, Shape, grids, part, regular, slices, targets
 from tests.unit.ranks_in_turn import RanksInTurn

@@ -19,8 +19,8 @@ from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import FragmentRange
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
-from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.providers.objects import deserialize
 from tests.unit.states import State, new_saver, save
 from tests.unit.test_optimizer_state import BUCKET, bucket, map_of, parameter, shard

@@ -30,9 +30,9 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
-from megatron_datastates.pipeline.presence import other_file_entry
+from megatron_datastates.pipeline.publishing.presence import other_file_entry
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, StateReader, TensorSource
 from megatron_datastates.providers.objects import ObjectSource, check_stored
 from tests.unit.command import run

@@ -25,8 +25,8 @@ from megatron_datastates.convert.planning import plan_conversion
 from megatron_datastates.convert.run import CONVERTING, VERIFYING, ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import OptionError, StorageError
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.command import run
 from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
 from tests.unit.trained import save_trained

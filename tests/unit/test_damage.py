@@ -21,9 +21,9 @@ from megatron_datastates.errors import CorruptDataError, DataStatesError, Format
 from megatron_datastates.format.index import index_name
 from megatron_datastates.format.manifest import IndexEntry
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
-from megatron_datastates.pipeline import opening
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.runs import opening
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import OPTIONS, SMALL, bits, data_files, random_tensor
 
 REGION = 4096

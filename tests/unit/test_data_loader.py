@@ -19,7 +19,7 @@ from megatron_datastates.mcore import dataloader
 from megatron_datastates.mcore import providers as mcore_providers
 from megatron_datastates.mcore.dataloader import LoopDataLoader
 from megatron_datastates.mcore.training import load as loads
-from megatron_datastates.pipeline.restoring import PrefixReader
+from megatron_datastates.pipeline.loading.restoring import PrefixReader
 from megatron_datastates.providers import DataLoaderState
 from megatron_datastates.providers.energon import to_energon, to_plain
 

@@ -33,8 +33,8 @@ from megatron_datastates.errors import (
     SaveFailedError,
 )
 from megatron_datastates.format.values import is_dcp_file_name
-from megatron_datastates.pipeline import layouts
-from megatron_datastates.pipeline.repair import repair
+from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.upkeep.repair import repair
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.command import run
 from tests.unit.states import SMALL, data_files

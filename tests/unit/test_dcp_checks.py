@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.command import run
 from tests.unit.trained import save_trained
 

@@ -11,9 +11,9 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline import tail
-from megatron_datastates.pipeline.plans import tail_items
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.saving import tail
+from megatron_datastates.pipeline.saving.plans import tail_items
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import EmptyObjects, Entry, StateProvider, StateReader
 from megatron_datastates.providers.collect import collect
 from megatron_datastates.providers.objects import ObjectSource

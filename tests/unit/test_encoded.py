@@ -20,10 +20,10 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.codecs import PLANES
 from megatron_datastates.format.index import Index, merge_indexes
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline import decoding, entries
-from megatron_datastates.pipeline.filling import fill
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading import decoding, entries
+from megatron_datastates.pipeline.loading.filling import fill
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Place
 from tests.unit.by_hand import encoded_entry
 from tests.unit.encoded import (

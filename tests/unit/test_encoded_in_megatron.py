@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.mcore.load.reader import DataStatesReader
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.encoded import MOMENT, OBJECTS, PLAIN, WEIGHT, write_encoded
 from tests.unit.states import OPTIONS, bits
 

@@ -24,7 +24,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.save.request import raise_if_failed
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.states import OPTIONS, SMALL, data_files, new_saver, random_tensor, save
 
 TENSORS = {"w": random_tensor(torch.uint8, (3 << 20,), 1)}

@@ -15,9 +15,9 @@ import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.format.index import TensorEntry
-from megatron_datastates.pipeline import filling
-from megatron_datastates.pipeline.filling import fill
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading import filling
+from megatron_datastates.pipeline.loading.filling import fill
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import hold_all
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.providers.base import Place

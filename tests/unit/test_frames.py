@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_datastates.errors import CorruptDataError, MissingPackageError
 from megatron_datastates.format import codecs
 from megatron_datastates.format.codecs import FRAME_BYTES, PLANES, ZSTD, decode_frame, encode_frame
-from megatron_datastates.pipeline.frames import FrameWriter, threads
+from megatron_datastates.pipeline.saving.frames import FrameWriter, threads
 from megatron_datastates.plan import frames
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows

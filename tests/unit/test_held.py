@@ -11,8 +11,8 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import Fence
-from megatron_datastates.pipeline import held
-from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
+from megatron_datastates.pipeline.saving import held
+from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
 from tests.unit.states import SMALL
 
 

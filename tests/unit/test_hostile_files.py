@@ -33,8 +33,13 @@ from megatron_datastates.files import (
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker
-from megatron_datastates.pipeline.runs import may_be_ours, require_tracked, stored_backend, tracked_iteration
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.runs.runs import (
+    may_be_ours,
+    require_tracked,
+    stored_backend,
+    tracked_iteration,
+)
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import OPTIONS, SMALL
 

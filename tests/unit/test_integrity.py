@@ -11,7 +11,7 @@ import torch
 
 from megatron_datastates.convert.integrity import data_bytes, verify_source
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.pipeline.verify import Verdict
+from megatron_datastates.pipeline.upkeep.verify import Verdict
 from tests.unit.command import run
 from tests.unit.converting import save_with_dcp
 from tests.unit.states import flip

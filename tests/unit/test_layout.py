@@ -13,7 +13,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
-from megatron_datastates.pipeline.plans import plan_state
+from megatron_datastates.pipeline.saving.plans import plan_state
 from megatron_datastates.plan.layout import TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider

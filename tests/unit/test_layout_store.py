@@ -14,11 +14,11 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.values import Fragment
-from megatron_datastates.pipeline import layouts
-from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.records import RankRecord
+from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.saving.records import RankRecord
 from tests.unit.by_hand import fragment, index_of
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State

@@ -19,15 +19,15 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publication as publication_module
-from megatron_datastates.pipeline.background import (
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
+from megatron_datastates.pipeline.runs.runs import is_published
+from megatron_datastates.pipeline.saving.background import (
     AFTER_POLL_SECONDS,
     COPIES_AFTER_POLL_SECONDS,
     BackgroundThread,
 )
-from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher
-from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs import is_published
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.support.descriptors import open_files
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
@@ -249,7 +249,7 @@ import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.pipeline import savers
-from megatron_datastates.pipeline.background import BackgroundThread
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State, random_tensor

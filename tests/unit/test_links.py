@@ -22,15 +22,15 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import directory_publisher
-from megatron_datastates.pipeline.links import Identity, SharedFile
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.records import DurableFile
+from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.stable import StableFile
-from megatron_datastates.pipeline.verify import verify_checkpoint
+from megatron_datastates.pipeline.saving.links import Identity, SharedFile
+from megatron_datastates.pipeline.saving.records import DurableFile
+from megatron_datastates.pipeline.saving.stable import StableFile
+from megatron_datastates.pipeline.upkeep.verify import verify_checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.named import NamedState
 from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor

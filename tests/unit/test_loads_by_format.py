@@ -18,8 +18,8 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import by_format
 from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
-from megatron_datastates.pipeline.documents import PublicationExtras
-from megatron_datastates.pipeline.runs import is_ours, may_be_ours
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.runs.runs import is_ours, may_be_ours
 from tests.unit.states import SMALL, State, new_saver, random_tensor, save
 
 TENSORS = {

@@ -21,14 +21,14 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training.tracker import mend
-from megatron_datastates.pipeline.branches import Origin, Point, origin_in, point_in
-from megatron_datastates.pipeline.fallback import _older as older_than
-from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.near import job_notes
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Publication
+from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_in, point_in
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
+from megatron_datastates.pipeline.upkeep.fallback import _older as older_than
 from tests.unit.states import OPTIONS
 from tests.unit.test_near_tier import Nodes, abandon
 

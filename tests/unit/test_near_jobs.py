@@ -12,16 +12,16 @@ import pytest
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline import history
-from megatron_datastates.pipeline.branches import Origin, Point, origin_from
-from megatron_datastates.pipeline.history import History, by_branch
-from megatron_datastates.pipeline.jobs import (
+from megatron_datastates.pipeline.near import job_notes
+from megatron_datastates.pipeline.runs import history
+from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_from
+from megatron_datastates.pipeline.runs.history import History, by_branch
+from megatron_datastates.pipeline.runs.jobs import (
     JOBS_NAME,
     Job,
     jobs_in,
     note_job,
 )
-from megatron_datastates.pipeline.near import job_notes
 from tests.unit.test_near_tier import abandon, killed, recover
 from tests.unit.test_near_tier_trouble import next_job
 

@@ -22,8 +22,8 @@ from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.near import copying, places, recovery, replicas, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.repair import RepairRefusedError, repair
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover

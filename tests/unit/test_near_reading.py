@@ -21,10 +21,10 @@ from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.jobs import JOBS_NAME
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import recovery
 from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_folder, near_root, near_run
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from tests.unit import test_near_branches as branches
 from tests.unit.test_near_branches import A, B, Job, resume, tracked
 from tests.unit.test_near_tier import Nodes

@@ -28,7 +28,7 @@ from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.replicas import Replicas, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.records import ENDPOINT_BYTES, RankRecord, Records
+from megatron_datastates.pipeline.saving.records import ENDPOINT_BYTES, RankRecord, Records
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, data_files, flip
 from tests.unit.test_near_tier import Nodes, abandon, states_of

@@ -25,14 +25,14 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.branches import Origin
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.places import near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.runs.branches import Origin
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_datastates as ds
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.objects import check_saved, deserialize
 from tests.unit.states import OPTIONS, SMALL
 from tests.unit.stored_objects import STRUCTURED, stored

@@ -38,12 +38,12 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import (
     BUCKET,
     EXPIRED,

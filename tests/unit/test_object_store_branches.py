@@ -12,9 +12,9 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training.tracker import wrap_read_metadata
-from megatron_datastates.pipeline.branches import Origin, origin_in
-from megatron_datastates.pipeline.jobs import JOBS_NAME
 from megatron_datastates.pipeline.near.holdings import resumable
+from megatron_datastates.pipeline.runs.branches import Origin, origin_in
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore
 from tests.unit import test_object_store as of_stores
 from tests.unit.test_near_branches import STUCK, A, B, Job, resume

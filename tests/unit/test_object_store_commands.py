@@ -21,8 +21,8 @@ from megatron_datastates.convert.trackers import copy_tracker
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.run_folders import has_folder
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.runs.run_folders import has_folder
 from tests.support.object_store import EXPIRED, RUN, UNAVAILABLE, Answer, ObjectStore
 from tests.unit.command import run
 from tests.unit.hf_models import LLAMA, arguments, state

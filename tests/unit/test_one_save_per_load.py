@@ -17,7 +17,7 @@ from megatron_datastates.errors import LoadFailedError, StorageError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import agreement, opening, state
 from megatron_datastates.mcore.training import load as loads
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 
 def test_a_load_stays_with_the_save_that_it_has_opened(tmp_path: Path) -> None:

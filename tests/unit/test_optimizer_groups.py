@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer_groups import (
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer_groups import (
     StoredOptions,
     equal,
     from_common_state,

@@ -12,9 +12,9 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.errors import FormatError, MismatchError, UnsupportedFormatError
 from megatron_datastates.format.optimizer_map import OptimizerMap, ParameterShard
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import BucketBox, Piece, StateTensor, optimizer_state
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import BucketBox, Piece, StateTensor, optimizer_state
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import new_saver, save
 
 GROUP = "chained_0.optimizer.distributed.dp_group_idx_"

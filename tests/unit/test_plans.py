@@ -16,8 +16,8 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving.plans import Memory, Plans, StatePlan
 from megatron_datastates.plan.layout import TailItem
 from megatron_datastates.providers.base import CopyBudget, Entry, Mutability, Place, Tensors, Write
 from megatron_datastates.providers.objects import ObjectSource

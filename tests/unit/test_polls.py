@@ -11,11 +11,11 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import directory_publisher
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import Listener
-from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.providers.base import Mutability
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, new_saver

@@ -18,10 +18,10 @@ from megatron_datastates.errors import FormatError, NotACheckpointError, OptionE
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline import prune as pruning
-from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
-from megatron_datastates.pipeline.repair import repair
-from megatron_datastates.pipeline.runs import find_iterations
+from megatron_datastates.pipeline.runs.runs import find_iterations
+from megatron_datastates.pipeline.upkeep import prune as pruning
+from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.repair import repair
 from tests.unit import command
 from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, reasons, removed
 from tests.unit.pruning import root as root

@@ -12,11 +12,11 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import presence
-from megatron_datastates.pipeline.left_overs import remove_left_overs
-from megatron_datastates.pipeline.prune import RetentionRules, _put_back, plan_prune, prune
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.repair import repair
+from megatron_datastates.pipeline.publishing import presence
+from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
+from megatron_datastates.pipeline.upkeep.prune import RetentionRules, _put_back, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.repair import repair
 from tests.unit.pruning import NUMBERS, age, complete, lose, place, put, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved

@@ -18,12 +18,12 @@ from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import left_overs
-from megatron_datastates.pipeline.left_overs import remove_left_overs
-from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
-from megatron_datastates.pipeline.prune_objects import ObjectRemoval
-from megatron_datastates.pipeline.runs import find_iterations
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.runs.runs import find_iterations
+from megatron_datastates.pipeline.upkeep import left_overs
+from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
+from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import (
     EXPIRED,
     RUN,

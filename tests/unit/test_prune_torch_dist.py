@@ -13,7 +13,7 @@ from megatron_datastates.cli.prune import other_formats
 from megatron_datastates.convert import look
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import REMOVAL_NAME
-from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
 from tests.unit.command import run
 from tests.unit.inspecting import output_of
 from tests.unit.pruning import age, call_and_be_killed, place
@@ -183,7 +183,7 @@ def test_what_a_killed_prune_has_left_is_named(root: Path) -> None:
 
 def test_a_save_that_begins_meanwhile_keeps_its_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves of torch_dist give their files the names that are there already."""
-    from megatron_datastates.pipeline import prune as module
+    from megatron_datastates.pipeline.upkeep import prune as module
 
     file, real = data_file(root, 100), module.sync_directory
 

@@ -18,13 +18,13 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline import directory_publisher, presence
-from megatron_datastates.pipeline import load as load_module
-from megatron_datastates.pipeline.documents import PublicationExtras
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading import load as load_module
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs import metadata_members
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.publishing import directory_publisher, presence
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.runs.runs import metadata_members
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import State, new_saver, save
 
 

@@ -23,7 +23,7 @@ from megatron_datastates.dcp.reading import find_fragment
 from megatron_datastates.engine.reader import SLOT_BYTES
 from megatron_datastates.errors import CorruptDataError, FormatError
 from megatron_datastates.mcore.load.reader import DataStatesReader
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
@@ -252,7 +252,7 @@ import sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 from megatron_datastates.mcore.load.reader import DataStatesReader
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.states import OPTIONS
 
 def load(**state):

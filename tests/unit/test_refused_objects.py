@@ -17,10 +17,10 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.errors import SaveFailedError, UnsafeObjectError
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.objects import check_saved, check_stored, deserialize
 from tests.unit.by_hand import Part, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL, new_saver, save

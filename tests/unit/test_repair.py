@@ -23,9 +23,9 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.remove import remove_keys
-from megatron_datastates.pipeline.repair import repair
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.remove import remove_keys
+from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import OPTIONS, SMALL, State, data_files
@@ -140,7 +140,7 @@ def test_a_kill_leaves_no_manifest_or_a_whole_one(directory, point):
     lose(directory)
     code = (
         "import sys; from megatron_datastates.config import Options\n"
-        "from megatron_datastates.pipeline.repair import repair\n"
+        "from megatron_datastates.pipeline.upkeep.repair import repair\n"
         f"repair(sys.argv[1], options=Options(faults='{point}:1:kill'))"
     )
     done = subprocess.run([sys.executable, "-c", code, directory], check=False)

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.held import HeldTime, trainer_held
-from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.records import (
+from megatron_datastates.pipeline.report import Listener, Reporter, save_report
+from megatron_datastates.pipeline.saving.held import HeldTime, trainer_held
+from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.records import (
     ENDPOINT_BYTES,
     HOST_BYTES,
     RankRecord,
@@ -32,8 +33,7 @@ from megatron_datastates.pipeline.records import (
     decode_failures,
     encode_failure,
 )
-from megatron_datastates.pipeline.report import Listener, Reporter, save_report
-from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource

@@ -24,7 +24,7 @@ from megatron_datastates.convert.stored_arguments import _InertUnpickler, argume
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline import prune
+from megatron_datastates.pipeline.upkeep import prune
 from tests.unit.command import run
 from tests.unit.inspecting import output_of, refused
 from tests.unit.trained import STACKED, TRACKER, WEIGHT, save_run_of, save_trained

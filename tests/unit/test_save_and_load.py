@@ -14,10 +14,10 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import read_header
 from megatron_datastates.errors import FormatError, MismatchError, MissingKeyError, NotACheckpointError
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs import find_published, is_published
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.runs.runs import find_published, is_published
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.by_hand import block_checksums
 from tests.unit.states import (

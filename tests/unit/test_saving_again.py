@@ -14,12 +14,12 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.save import RankSave
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.saving.held import trainer_held
+from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, SMALL, Chained, State, bits, data_files, new_saver, random_tensor, save
 

@@ -12,10 +12,10 @@ from megatron_datastates.errors import DataStatesError, RepairRefusedError
 from megatron_datastates.format.digests import ContentDigest
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.remove import remove_keys
-from megatron_datastates.pipeline.repair import repair
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.remove import remove_keys
+from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, write_encoded, write_shared
 from tests.unit.states import OPTIONS, bits

@@ -74,9 +74,11 @@ def test_a_directory_that_is_missing_is_said_without_torch(tmp_path: Path):
     assert found == "[]" and text.count("exit 2") == 9
 
 
-OURS = "megatron_datastates.convert.sources.datastates megatron_datastates.pipeline.load"
+OURS = "megatron_datastates.convert.sources.datastates megatron_datastates.pipeline.loading.load"
 THEIRS = "megatron_datastates.convert.sources.torch_dist megatron_datastates.convert.sources.archives"
-SELDOM = "megatron_datastates.convert.statistics megatron_datastates.pipeline.optimizer numpy.ma torch"
+SELDOM = (
+    "megatron_datastates.convert.statistics megatron_datastates.pipeline.loading.optimizer numpy.ma torch"
+)
 
 
 @pytest.mark.parametrize(("format", "other"), [("datastates", THEIRS), ("torch_dist", OURS)])

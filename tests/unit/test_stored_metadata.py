@@ -28,7 +28,7 @@ from megatron_datastates.dcp.reading import find_fragment
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.mcore.load.metadata import requested_boxes
 from megatron_datastates.mcore.load.reader import DataStatesReader
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import SMALL
 

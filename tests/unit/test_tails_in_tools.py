@@ -15,9 +15,9 @@ from megatron_datastates.convert.planning import plan_conversion
 from megatron_datastates.errors import CorruptDataError, OptionError
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.converting import convert_to
 from tests.unit.encoded import OBJECTS, STREAMS, TENSORS, WEIGHT, builders, write_encoded, write_shared
 from tests.unit.inspecting import call, output_of, refused

@@ -10,7 +10,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_datastates.errors import MismatchError
-from megatron_datastates.pipeline.plans import Plans
+from megatron_datastates.pipeline.saving.plans import Plans
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.collect import collect
 from megatron_datastates.providers.tensors import TensorProvider

@@ -16,7 +16,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training import arguments, near, retention, tracker
-from megatron_datastates.pipeline import runs
+from megatron_datastates.pipeline.runs import runs
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
 

@@ -21,9 +21,10 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import OptionError, SaveFailedError
 from megatron_datastates.format.codecs import PLANES
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline import entries, tail
+from megatron_datastates.pipeline.loading import entries
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.saving import tail
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers import Cast, Compressed, Entry, Mutability, StateReader, StreamSource
 from megatron_datastates.providers.named import NamedState, Shard, Tree
 from megatron_datastates.providers.samples import Samples

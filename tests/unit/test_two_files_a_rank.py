@@ -12,9 +12,9 @@ from megatron_datastates.config import MIB
 from megatron_datastates.convert.diff import Difference, choose_comparison, diff
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources import datastates as source_module
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Entry, Mutability, Place, StateReader, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.converting import contents, convert_to

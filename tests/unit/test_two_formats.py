@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.pipeline import directory_publisher
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.runs import format_of
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.runs.runs import format_of
 from tests.unit.command import run
 from tests.unit.states import SMALL
 

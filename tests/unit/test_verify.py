@@ -16,7 +16,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL, bits, save
 from tests.unit.test_hostile_index import crafted

@@ -20,7 +20,7 @@ from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.verify import verify, verify_checkpoint
+from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole

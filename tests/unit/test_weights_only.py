@@ -23,7 +23,7 @@ from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop
 from megatron_datastates.errors import CorruptDataError, OptionError, StorageError
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.directory import JOURNAL_NAME
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.named import NamedState
 from tests.unit.command import run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import megatron_datastates as ds
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint

@@ -28,7 +28,7 @@ from megatron_datastates.convert.stored_arguments import training_arguments
 from megatron_datastates.errors import FormatError, MismatchError, OptionError, StorageError
 from megatron_datastates.files import open_regular
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import cut_box
 
 CONFIG_NAME = "config.json"

@@ -19,8 +19,8 @@ from megatron_datastates.convert.sinks.sink import Progress
 from megatron_datastates.convert.trackers import write_tracker
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import BACKEND, RELEASE_NAME, TRACKER_NAME
-from megatron_datastates.pipeline.run_folders import checkpoint_directories, tracked_name
-from megatron_datastates.pipeline.runs import is_complete
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
+from megatron_datastates.pipeline.runs.runs import is_complete
 
 _FILE_BYTES = 4 << 30
 

@@ -30,9 +30,9 @@ from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.documents import releases
-from megatron_datastates.pipeline.layouts import merge_layouts
-from megatron_datastates.pipeline.presence import other_file_entry
+from megatron_datastates.pipeline.publishing.documents import releases
+from megatron_datastates.pipeline.publishing.layouts import merge_layouts
+from megatron_datastates.pipeline.publishing.presence import other_file_entry
 from megatron_datastates.plan.layout import Layout, TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.objects import check_stored
 

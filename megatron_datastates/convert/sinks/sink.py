@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.format.directory import METADATA_NAME
-from megatron_datastates.pipeline.runs import metadata_members
+from megatron_datastates.pipeline.runs.runs import metadata_members
 
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[int], None]  # called with the number of bytes done since the last call; raises to stop

@@ -32,7 +32,7 @@ from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object, open_regular
-from megatron_datastates.pipeline.runs import format_of
+from megatron_datastates.pipeline.runs.runs import format_of
 
 logger = logging.getLogger(__name__)
 _CLAIM = ".datastates-claim-"

@@ -23,8 +23,8 @@ from megatron_datastates.convert.sources.source import FragmentRange, RankConten
 from megatron_datastates.errors import FormatError, OptionError
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.optimizer import BucketStates
-from megatron_datastates.pipeline.optimizer_groups import beside_maps, reshardable_common_state
+from megatron_datastates.pipeline.loading.optimizer import BucketStates
+from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps, reshardable_common_state
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.plan.strided import boxes_in_range

@@ -25,7 +25,7 @@ from megatron_datastates.convert.sources.source import (
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.files import is_in_memory
 from megatron_datastates.format.directory import is_of_a_format
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes
 
 if TYPE_CHECKING:

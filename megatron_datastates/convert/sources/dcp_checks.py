@@ -34,7 +34,7 @@ from megatron_datastates.format.directory import (
     TORCH_DIST,
     TORCH_DIST_INDEX,
 )
-from megatron_datastates.pipeline.runs import metadata_members
+from megatron_datastates.pipeline.runs.runs import metadata_members
 
 UNCOVERED = "index: no checksum in this format, its structure was checked"
 

@@ -155,7 +155,7 @@ class TorchDistSource(Source):
     ) -> torch.Tensor:
         import torch  # here, so that commands that only look need none
 
-        from megatron_datastates.pipeline.load import torch_dtype
+        from megatron_datastates.pipeline.loading.load import torch_dtype
 
         entry = self._tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)

@@ -46,7 +46,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.format.values import DTYPES
-from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource, deserialize

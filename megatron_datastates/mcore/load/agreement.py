@@ -42,7 +42,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
-from megatron_datastates.pipeline.runs import may_be_ours
+from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _LISTED = 3  # different failures, and ranks of each, that a message lists
@@ -133,7 +133,7 @@ class Agreement:
         Raises:
             LoadFailedError (and a CheckpointingException): a rank has failed; the same on all ranks.
         """
-        from megatron_datastates.pipeline.agreement import gather_objects
+        from megatron_datastates.pipeline.publishing.agreement import gather_objects
 
         self._has_begun = True
         if not self._gathers:
@@ -151,7 +151,7 @@ class Agreement:
         import torch.distributed as dist
         from megatron.core.dist_checkpointing import validation
 
-        from megatron_datastates.pipeline.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.agreement import ranks_of
 
         if dist.get_rank() == ranks_of(self._group)[0]:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
@@ -166,7 +166,7 @@ class Agreement:
         Raises:
             Exception: `problem`, or what `here` raised on this rank, after the collective call.
         """
-        from megatron_datastates.pipeline.agreement import sum_now
+        from megatron_datastates.pipeline.publishing.agreement import sum_now
 
         found, error = False, problem
         try:
@@ -184,7 +184,7 @@ class Agreement:
         self._raise_if_any(self._last_group)
 
     def _raise_if_any(self, group: Any) -> None:
-        from megatron_datastates.pipeline.agreement import gather_objects, sum_now
+        from megatron_datastates.pipeline.publishing.agreement import gather_objects, sum_now
 
         failed, *sums = sum_now([int(self.failure is not None), *_terms(self.save_id)], group)
         if failed:
@@ -202,7 +202,7 @@ class Agreement:
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
         from megatron_datastates.mcore.errors import LoadMismatch, MegatronLoadFailedError
-        from megatron_datastates.pipeline.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.agreement import ranks_of
 
         ranks = ranks_of(group)
         by_rank = zip(ranks, everyone, strict=True)
@@ -338,7 +338,7 @@ def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
     """Returns None if no other rank is known to take part in this load."""
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
-    from megatron_datastates.pipeline.agreement import ranks_of
+    from megatron_datastates.pipeline.publishing.agreement import ranks_of
 
     group = arguments.get("process_group")  # since 0.19
     strict = parse_strict_flag(arguments["strict"])
@@ -352,7 +352,7 @@ def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
 def _is_parallel(strategy: Any) -> bool:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    from megatron_datastates.pipeline.agreement import ranks_of
+    from megatron_datastates.pipeline.publishing.agreement import ranks_of
 
     parallel = isinstance(strategy, FullyParallelLoadStrategyWrapper)
     return parallel and len(ranks_of(strategy.parallelization_group)) > 1

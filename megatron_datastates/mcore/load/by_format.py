@@ -15,7 +15,7 @@ from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_D
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
-from megatron_datastates.pipeline.runs import is_published, may_be_ours
+from megatron_datastates.pipeline.runs.runs import is_published, may_be_ours
 
 # This module is imported in every Megatron process; the native module only once a directory in our format is
 # loaded. So functions import the modules that need it.
@@ -205,7 +205,7 @@ def wrap_remove_sharded_tensors(original: Callable[..., Any]) -> Callable[..., A
         if not is_ours(checkpoint_dir):
             return original(self, checkpoint_dir, key_prefix)
         from megatron_datastates.mcore.errors import load_errors
-        from megatron_datastates.pipeline.remove import remove_keys
+        from megatron_datastates.pipeline.upkeep.remove import remove_keys
 
         with load_errors():
             removed = remove_keys(checkpoint_dir, key_prefix)

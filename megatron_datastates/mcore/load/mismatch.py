@@ -10,8 +10,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_datastates.format.index import similar_keys
-from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.pipeline.optimizer import StateTensor
+from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.optimizer import StateTensor
 
 
 def first_mismatch(

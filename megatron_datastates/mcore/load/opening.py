@@ -11,10 +11,10 @@ from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
-from megatron_datastates.pipeline import runs
+from megatron_datastates.pipeline.runs import runs
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.pipeline.loading.load import Checkpoint
 
 _opened: dict[object, Checkpoint] = {}  # the last one, since a load opens it several times
 
@@ -58,7 +58,7 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
 def _open(directory: str | os.PathLike[str], options: Options) -> tuple[Checkpoint, bool]:
     """Returns the checkpoint, and whether an earlier load has opened it."""
     from megatron_datastates.mcore.errors import load_errors
-    from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.pipeline.loading.load import Checkpoint
 
     try:
         manifest = (path_of(directory).absolute() / MANIFEST_NAME).stat()

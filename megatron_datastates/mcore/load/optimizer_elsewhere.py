@@ -24,7 +24,7 @@ from megatron_datastates.mcore.load.optimizer_layout import (
 )
 from megatron_datastates.mcore.load.optimizer_names import StateNames
 from megatron_datastates.mcore.load.state import Restated
-from megatron_datastates.pipeline.optimizer_groups import from_common_state
+from megatron_datastates.pipeline.loading.optimizer_groups import from_common_state
 
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata
 _BY_PARAMETER = "fully_reshardable"

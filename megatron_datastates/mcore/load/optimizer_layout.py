@@ -7,7 +7,8 @@ Where the two differ, the request is restated before Megatron sees it:
      each rank reads what it needs and nothing else, and nothing is gathered.
   2. The keys of parameters' states are keys of the checkpoint. If it stores buckets, the reader presents
      those states as tensors (metadata.py, reader.py).
-  3. What an optimizer stores beside tensors is matched by parameter group (pipeline/optimizer_groups.py).
+  3. What an optimizer stores beside tensors is matched by parameter group
+     (pipeline/loading/optimizer_groups.py).
 A request that fits the stored buckets is not touched: Megatron's own path serves it.
 """
 
@@ -45,15 +46,20 @@ from megatron_datastates.mcore.load.optimizer_request import (
     own_shards,
 )
 from megatron_datastates.mcore.load.state import Restated
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates, has_optimizer_maps, optimizer_map
-from megatron_datastates.pipeline.optimizer_groups import (
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import (
+    PREFIX,
+    BucketStates,
+    has_optimizer_maps,
+    optimizer_map,
+)
+from megatron_datastates.pipeline.loading.optimizer_groups import (
     StoredOptions,
     from_common_state,
     from_objects,
     matched,
 )
+from megatron_datastates.pipeline.publishing.agreement import Collectives
 from megatron_datastates.plan.boxes import Box, bounding_box
 from megatron_datastates.providers.named import dictionaries
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from megatron_datastates.pipeline.optimizer import PREFIX
+from megatron_datastates.pipeline.loading.optimizer import PREFIX
 
 _KEY = re.compile(rf"(chained_\d+\.)?{re.escape(PREFIX)}\.(\w+)\.(.*)", re.DOTALL)
 _MAIN = ("param", "fp32_param")

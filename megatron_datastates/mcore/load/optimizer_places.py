@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.mcore.parallel import parallel_sizes
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 _SPLITS = ("tensor", "pipeline", "expert")  # the parallel sizes that split a model
 

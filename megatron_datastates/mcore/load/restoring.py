@@ -7,8 +7,8 @@ import logging
 from megatron_datastates.mcore.dataloader import LOOP
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.providers import DATA_LOADER, registered
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.restoring import PrefixReader, restore
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.restoring import PrefixReader, restore
 
 logger = logging.getLogger(__name__)
 

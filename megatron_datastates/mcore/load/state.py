@@ -13,9 +13,9 @@ from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
     from megatron_datastates.dcp.metadata import Boxes
-    from megatron_datastates.pipeline.load import Checkpoint
     from megatron_datastates.pipeline.load_report import LoadTracker
-    from megatron_datastates.pipeline.optimizer import BucketStates
+    from megatron_datastates.pipeline.loading.load import Checkpoint
+    from megatron_datastates.pipeline.loading.optimizer import BucketStates
 
 
 @dataclasses.dataclass(frozen=True)

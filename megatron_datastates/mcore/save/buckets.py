@@ -1,8 +1,8 @@
 """Buckets of Megatron's distributed optimizer: zeroes their padding and makes the optimizer map.
 
 The map (format/optimizer_map.py) is made here because both the optimizer and the model's sharded state are
-known. It is read in pipeline/optimizer.py. A state dict made for a load gets the same description of the
-run's own buckets (mcore/load/optimizer_request.py).
+known. It is read in pipeline/loading/optimizer.py. A state dict made for a load gets the same description of
+the run's own buckets (mcore/load/optimizer_request.py).
 """
 
 from __future__ import annotations

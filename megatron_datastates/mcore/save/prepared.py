@@ -38,7 +38,7 @@ from megatron_datastates.mcore.save.survey import (
     items_at,
     require_known_maker,
 )
-from megatron_datastates.pipeline.plans import has_unresolved_views
+from megatron_datastates.pipeline.saving.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
 
 MARK = "datastates_prepared"

@@ -14,7 +14,7 @@ from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.prepared import Preparation
 from megatron_datastates.mcore.save.survey import UnprovableError
 from megatron_datastates.mcore.save.thin_groups import groups_alone
-from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Tensors
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
     In a full save of a structure that is not declared constant, ranks exchange metadata: all ranks do, or
     none. Looks are collective only then: no save but the first waits for other ranks.
     """
-    from megatron_datastates.pipeline.agreement import ranks_of, sum_now
+    from megatron_datastates.pipeline.publishing.agreement import ranks_of, sum_now
 
     unready = [int(thin is None)]
     if not saving.is_constant and len(ranks_of()) > 1:

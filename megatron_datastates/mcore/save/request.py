@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.mcore.errors import MegatronSaveFailedError
-from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.saving.held import trainer_held
 
 logger = logging.getLogger(__name__)
 _QUEUES = (

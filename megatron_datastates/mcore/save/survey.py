@@ -23,7 +23,7 @@ import torch
 
 from megatron_datastates.engine import native
 from megatron_datastates.engine.exchange import Described, Facts, describe, located
-from megatron_datastates.pipeline.plans import has_unresolved_views
+from megatron_datastates.pipeline.saving.plans import has_unresolved_views
 from megatron_datastates.providers.tensors import is_frozen
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules

@@ -23,7 +23,7 @@ from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.mcore.training.origin import note_load
-from megatron_datastates.pipeline.runs import find_iterations, may_be_ours
+from megatron_datastates.pipeline.runs.runs import find_iterations, may_be_ours
 
 logger = logging.getLogger(__name__)
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata
@@ -138,7 +138,7 @@ def _require_chosen(purpose: str) -> None:
     """
     from megatron.training.global_vars import get_args
 
-    from megatron_datastates.pipeline.agreement import Collectives
+    from megatron_datastates.pipeline.publishing.agreement import Collectives
 
     args = get_args()
     wanted = _wanted(args)
@@ -189,7 +189,7 @@ def _options() -> Options:
 
 def _all_ranks_are_here(load: state.Load) -> bool:
     """Returns whether all ranks are handling this failure, so that they may communicate."""
-    from megatron_datastates.pipeline.agreement import ranks_of
+    from megatron_datastates.pipeline.publishing.agreement import ranks_of
 
     return load.failed_on_all_ranks or len(ranks_of()) == 1
 
@@ -203,7 +203,7 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
     def _load_base_checkpoint(
         load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
     ) -> Any:
-        from megatron_datastates.pipeline.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.agreement import ranks_of
 
         load = state.current()
         if not rank0 or not load.in_training_loop or len(ranks_of()) == 1:
@@ -273,7 +273,7 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
 
 def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) -> bool:
     """Returns whether the optimizer asks for its own buckets, though Megatron would not allow it."""
-    from megatron_datastates.pipeline.optimizer import has_optimizer_maps
+    from megatron_datastates.pipeline.loading.optimizer import has_optimizer_maps
 
     if not getattr(own, "use_distributed_optimizer", False):
         return False
@@ -288,8 +288,8 @@ def _advice(load: state.Load) -> str:
     """Returns what the user can do. Collective if the ranks search for an older checkpoint."""
     from megatron.training.global_vars import get_args
 
-    from megatron_datastates.pipeline.agreement import Collectives
-    from megatron_datastates.pipeline.fallback import find_older_checkpoint
+    from megatron_datastates.pipeline.publishing.agreement import Collectives
+    from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint
 
     options, collectives = _options(), Collectives()
     most = collectives.share_from_first(options.fallback)

@@ -24,7 +24,7 @@ from megatron_datastates.mcore.training.arguments import (
     warn_of_deadline,
     warn_of_report_file,
 )
-from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.saving.held import trainer_held
 
 logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"

@@ -28,7 +28,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
 from megatron_datastates.pipeline.near.places import remove_folder
-from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the

@@ -26,7 +26,7 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.training import near
 from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs import find_iterations, is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import find_iterations, is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _under_way: list[Publication] = []  # used by the trainer's thread only, as is _about_to_save

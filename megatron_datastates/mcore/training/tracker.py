@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, path_of, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.runs import complete_in, has_file, iteration_named
+from megatron_datastates.pipeline.runs.runs import complete_in, has_file, iteration_named
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def _fallback(tracker: Path) -> int | None:
     if not _is_damaged(tracker):
         return None
     # Not needed, nor the native module that it imports, by runs in other formats.
-    from megatron_datastates.pipeline.history import by_branch
+    from megatron_datastates.pipeline.runs.history import by_branch
 
     found = complete_in(tracker.parent)
     if not any(has_file(path / MANIFEST_NAME) for path in found.values()):

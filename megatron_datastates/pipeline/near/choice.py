@@ -1,7 +1,7 @@
 """Which of the checkpoints that near tiers hold is brought to the run's directory before a load.
 
 It is the newest one that follows what the tracker there names. Where neither of the two follows the other,
-the run has branches, and the job that has saved last counts (pipeline/jobs.py), as far as that is known.
+the run has branches, and the job that has saved last counts (pipeline/runs/jobs.py), as far as that is known.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Point
-from megatron_datastates.pipeline.history import History
 from megatron_datastates.pipeline.near.holdings import Held, Node
+from megatron_datastates.pipeline.runs.branches import Point
+from megatron_datastates.pipeline.runs.history import History
 
 
 class Choice:

@@ -31,13 +31,13 @@ from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.job_notes import JobNotes
 from megatron_datastates.pipeline.near.places import arrived_bytes
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.near.saves import NearSave
-from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
+from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
 _COPIES = 5  # files at a time

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.near.places import folders_of_run, published_in, run_ids_in, save_ids_in
-from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.pipeline.runs.history import by_branch
+from megatron_datastates.pipeline.runs.runs import is_published
 
 _Folder = tuple[Path, set[SaveId]]  # and whose files are in it
 _SECONDS = 5.0  # between two looks, which read manifests, if there is no other save meanwhile

@@ -1,4 +1,4 @@
-"""What the lists of jobs still lack (pipeline/jobs.py): that this job saves a run.
+"""What the lists of jobs still lack (pipeline/runs/jobs.py): that this job saves a run.
 
 The trainer's thread adds notes, and the drain's thread writes them, because storage may be slow.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.jobs import Job, jobs_in, note_job
+from megatron_datastates.pipeline.runs.jobs import Job, jobs_in, note_job
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from megatron_datastates.files import MANIFEST_BYTES, is_object, path_of, put_ba
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
-from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.stores import remove_below
 
 _HASH_DIGITS = 16

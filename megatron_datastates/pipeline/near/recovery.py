@@ -3,12 +3,12 @@
 A job that was killed leaves checkpoints that were published near and are not far yet. The nodes of the next
 job say what their near tiers hold. Of the newest checkpoint whose files are all somewhere (in a near tier,
 or in its own directory), each node copies its files, and one rank publishes it. Then every rank loads as
-ever, and reads what its own near tier has from there (pipeline/load.py).
+ever, and reads what its own near tier has from there (pipeline/loading/load.py).
 
 A file is known by its name, which has the save id, and by the checksum of its footer: files of other jobs
 never mix in. Only what follows the checkpoint that the tracker names is brought there (branches.py), or what
-a later job has saved that was rolled back (pipeline/jobs.py). No clocks are compared, but for a tracker that
-was set back by hand (holdings.py).
+a later job has saved that was rolled back (pipeline/runs/jobs.py). No clocks are compared, but for a tracker
+that was set back by hand (holdings.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
-from megatron_datastates.pipeline.jobs import Job
 from megatron_datastates.pipeline.near.choice import Choice
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
 from megatron_datastates.pipeline.near.holdings import (
@@ -54,6 +51,9 @@ from megatron_datastates.pipeline.near.holdings import (
     small_files_of,
 )
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, published_in
+from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
+from megatron_datastates.pipeline.runs.jobs import Job
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")

@@ -37,8 +37,8 @@ from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.near.copying import PIECE_BYTES, is_whole, new_file, read_extent
 from megatron_datastates.pipeline.near.places import SPARE_BYTES, free_bytes, occupied_bytes
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
-from megatron_datastates.pipeline.opening import check_identity
-from megatron_datastates.pipeline.records import HOST_BYTES, RankRecord, Records
+from megatron_datastates.pipeline.runs.opening import check_identity
+from megatron_datastates.pipeline.saving.records import HOST_BYTES, RankRecord, Records
 
 logger = logging.getLogger(__name__)
 _ATTEMPTS = 3

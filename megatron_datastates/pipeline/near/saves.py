@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.near.places import published_in
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,16 +19,16 @@ from megatron_datastates.files import OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.agreement import Collectives, PollableResult
-from megatron_datastates.pipeline.branches import point_of
-from megatron_datastates.pipeline.directory_publisher import SmallFiles
-from megatron_datastates.pipeline.jobs import note_job
-from megatron_datastates.pipeline.layouts import LayoutStore
-from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
-from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files, sync_above
-from megatron_datastates.pipeline.records import Records
+from megatron_datastates.pipeline.publishing.agreement import Collectives, PollableResult
+from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore
+from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files, sync_above
+from megatron_datastates.pipeline.runs.branches import point_of
+from megatron_datastates.pipeline.runs.jobs import note_job
+from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.records import Records
 
 
 class _Offer(msgspec.Struct):

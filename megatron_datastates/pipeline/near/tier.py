@@ -21,8 +21,6 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Origin
-from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import (
     SPARE_BYTES,
@@ -36,7 +34,9 @@ from megatron_datastates.pipeline.near.places import (
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
 from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs.branches import Origin
+from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.saving.milestones import SaveContext
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import optimizer_state
-from megatron_datastates.pipeline.repair import repair
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import optimizer_state
+from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.faults.campaign import forging, forging_objects, forging_structures, forging_torch_dist, patterns
 from tests.faults.campaign.forging import Claims, Forgery, forged_by
 from tests.faults.campaign.isolated import Found

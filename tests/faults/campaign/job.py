@@ -22,7 +22,7 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-from megatron_datastates.pipeline import left_overs, prune
+from megatron_datastates.pipeline.upkeep import left_overs, prune
 from tests.faults.campaign import oracle
 
 POLL_SECONDS = 0.003

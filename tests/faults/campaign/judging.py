@@ -18,9 +18,9 @@ from megatron_datastates.cli.main import app
 from megatron_datastates.config import Options
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.repair import repair
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.objects import deserialize
 from tests.faults.campaign import patterns
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.faults.campaign.specimens import RANKS
 
 COMMON = "common_state/shard_0_1"  # where our strategy keeps the common state since Megatron 0.19

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.prune import RetentionRules
-from megatron_datastates.pipeline.prune import prune as prune_run
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.prune import RetentionRules
+from megatron_datastates.pipeline.upkeep.prune import prune as prune_run
+from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.faults.campaign import judging, patterns
 
 AGAIN = "iter_0000999"  # is saved again and again; the newest by its name, which prune leaves

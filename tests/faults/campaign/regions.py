@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 MANIFEST, METADATA = "datastates.manifest", "metadata.json"
 Fields = tuple[tuple[str, int], ...]  # name and size, one after the other

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker
-from megatron_datastates.pipeline.presence import files_in_manifest as files_of
+from megatron_datastates.pipeline.publishing.presence import files_in_manifest as files_of
 from tests.faults.campaign import oracle
 from tests.faults.campaign.job import Notes, Trainer, files_in, leave, place
 from tests.support.saving_rank import failure_of

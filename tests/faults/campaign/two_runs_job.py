@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline import prune
+from megatron_datastates.pipeline.upkeep import prune
 from tests.faults.campaign import oracle
 from tests.faults.campaign.job import Notes, Trainer, leave, place, sweep, write_verdict
 

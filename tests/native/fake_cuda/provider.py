@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_datastates.engine import staging
-from megatron_datastates.pipeline.plans import Structure
+from megatron_datastates.pipeline.saving.plans import Structure
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.native.fake_cuda.driver import FakeCuda

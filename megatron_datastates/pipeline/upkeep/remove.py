@@ -11,7 +11,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.values import FORMAT_VERSION, MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 
 def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_datastates.errors import DataStatesError, MismatchError
-from megatron_datastates.pipeline.plans import Plans, tail_items
+from megatron_datastates.pipeline.saving.plans import Plans, tail_items
 from megatron_datastates.providers.base import Tensors, TensorSource
 from megatron_datastates.providers.collect import Collected, Part
 

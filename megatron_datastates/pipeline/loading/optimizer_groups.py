@@ -15,8 +15,8 @@ import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import WHOLE_OBJECT
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import WHOLE_OBJECT
 from megatron_datastates.providers.named import dictionaries
 
 Options = Mapping[str, Any]  # of a parameter group

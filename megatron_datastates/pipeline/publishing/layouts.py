@@ -19,8 +19,8 @@ import msgspec
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
-from megatron_datastates.pipeline.background import BackgroundThread
-from megatron_datastates.pipeline.records import RankRecord
+from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.records import RankRecord
 from megatron_datastates.plan.coverage import coverage_faults
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate

@@ -30,7 +30,7 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.files import METADATA_BYTES, changed_at, is_object, read_regular
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
-from megatron_datastates.pipeline.presence import names_in
+from megatron_datastates.pipeline.publishing.presence import names_in
 
 MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 

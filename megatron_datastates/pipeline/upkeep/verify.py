@@ -33,10 +33,10 @@ from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
-from megatron_datastates.pipeline.damage import keys_in_blocks
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import optimizer_state
-from megatron_datastates.pipeline.verify_tail import (
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer import optimizer_state
+from megatron_datastates.pipeline.runs.damage import keys_in_blocks
+from megatron_datastates.pipeline.upkeep.verify_tail import (
     Owners,
     content_faults,
     entries_with_names,

@@ -60,8 +60,12 @@ from megatron_datastates.files import (
 )
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.history import by_branch
-from megatron_datastates.pipeline.left_overs import (
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.publishing.presence import missing_data_files
+from megatron_datastates.pipeline.runs.history import by_branch
+from megatron_datastates.pipeline.runs.run_folders import other_checkpoints
+from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, find_iterations, require_tracked
+from megatron_datastates.pipeline.upkeep.left_overs import (
     MIN_AGE_SECONDS,
     UnnamedFile,
     age_text,
@@ -70,11 +74,7 @@ from megatron_datastates.pipeline.left_overs import (
     unfinished_uploads,
     unnamed_files,
 )
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.presence import missing_data_files
-from megatron_datastates.pipeline.prune_objects import ObjectRemoval
-from megatron_datastates.pipeline.run_folders import other_checkpoints
-from megatron_datastates.pipeline.runs import Iteration, find_answered, find_iterations, require_tracked
+from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
 
 _UNREADABLE = "it cannot be read: "
 

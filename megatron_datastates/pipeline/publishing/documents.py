@@ -17,13 +17,13 @@ import msgspec
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Ancestor, Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Origin
-from megatron_datastates.pipeline.directory_publisher import SmallFiles
-from megatron_datastates.pipeline.layouts import LayoutStore
-from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
-from megatron_datastates.pipeline.records import RankRecord, StableRecord, file_entries
-from megatron_datastates.pipeline.save import RankSave
-from megatron_datastates.pipeline.stable import stable_record
+from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore
+from megatron_datastates.pipeline.publishing.presence import named_after_save, other_file_entry
+from megatron_datastates.pipeline.runs.branches import Origin
+from megatron_datastates.pipeline.saving.records import RankRecord, StableRecord, file_entries
+from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.stable import stable_record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import MismatchError
-from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline.plans import StatePlan
-from megatron_datastates.pipeline.tail import PartCosts
+from megatron_datastates.pipeline.saving.plans import StatePlan
+from megatron_datastates.pipeline.saving.tail import PartCosts
 from megatron_datastates.providers.collect import Part
 
 

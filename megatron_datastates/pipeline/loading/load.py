@@ -35,13 +35,18 @@ from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
-from megatron_datastates.pipeline.decoding import read_framed, resolve
-from megatron_datastates.pipeline.entries import ObjectReads, plan_object, read_stream
+from megatron_datastates.pipeline.loading.decoding import read_framed, resolve
+from megatron_datastates.pipeline.loading.entries import ObjectReads, plan_object, read_stream
+from megatron_datastates.pipeline.loading.read_costs import ReadCosts
 from megatron_datastates.pipeline.near.places import near_folder, near_root
-from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
-from megatron_datastates.pipeline.read_costs import ReadCosts
-from megatron_datastates.pipeline.runs import require_counts
+from megatron_datastates.pipeline.runs.damage import describe_blocks, what_rank_wrote
+from megatron_datastates.pipeline.runs.opening import (
+    check_identity,
+    open_index,
+    read_manifest,
+    refuse_replaced,
+)
+from megatron_datastates.pipeline.runs.runs import require_counts
 from megatron_datastates.plan.boxes import checked_slice, first_overlap
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, gather_spans, plan_slice

@@ -16,9 +16,9 @@ from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry, describe
 from megatron_datastates.format.values import BLOCK_BYTES, Extent
-from megatron_datastates.pipeline.decoding import resolve
-from megatron_datastates.pipeline.entries import Read, read_stream
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.decoding import resolve
+from megatron_datastates.pipeline.loading.entries import Read, read_stream
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes, plan_extent
 

@@ -67,9 +67,9 @@ from megatron_datastates.format.values import (
     is_data_file_name,
     save_id_in_name,
 )
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.runs import metadata_members, stored_backend
-from megatron_datastates.pipeline.verify import Progress, extra_names, verify_checkpoint
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.runs.runs import metadata_members, stored_backend
+from megatron_datastates.pipeline.upkeep.verify import Progress, extra_names, verify_checkpoint
 from megatron_datastates.providers.members import check_archive
 
 _MAX_LISTED = 3

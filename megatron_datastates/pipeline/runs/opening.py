@@ -16,8 +16,8 @@ from megatron_datastates.format.index import DecodedEntries, Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.damage import why_no_checkpoint
-from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.pipeline.runs.damage import why_no_checkpoint
+from megatron_datastates.pipeline.runs.runs import is_published
 
 # Decoded entries of open indexes, by SHA-256: most checkpoints of a run have the same index.
 _decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDictionary()

@@ -27,8 +27,8 @@ from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.links import Link, SharedFile, identity_of
-from megatron_datastates.pipeline.records import STABLE_GROUP, DurableFile, StableRecord
+from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
+from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile, StableRecord
 
 _WAIT_SECONDS = 0.1
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.records import DurableFile
+from megatron_datastates.pipeline.saving.records import DurableFile
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 8  # layouts that alternate; more than a few means that they change

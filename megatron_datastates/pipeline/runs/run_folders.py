@@ -18,7 +18,7 @@ from megatron_datastates.format.directory import (
     iteration_name,
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.runs import iteration_named, stored_backend
+from megatron_datastates.pipeline.runs.runs import iteration_named, stored_backend
 
 _MOST_NAMED = 8
 

@@ -23,9 +23,14 @@ from megatron_datastates import stores
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.left_overs import content_of, under_way, unfinished_uploads, unnamed_files
-from megatron_datastates.pipeline.presence import names_in
-from megatron_datastates.pipeline.runs import Iteration, format_answered, require_tracked
+from megatron_datastates.pipeline.publishing.presence import names_in
+from megatron_datastates.pipeline.runs.runs import Iteration, format_answered, require_tracked
+from megatron_datastates.pipeline.upkeep.left_overs import (
+    content_of,
+    under_way,
+    unfinished_uploads,
+    unnamed_files,
+)
 
 
 class ObjectRemoval:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_datastates.errors import MissingKeyError
-from megatron_datastates.pipeline.filling import fill
-from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.loading.filling import fill
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.providers.base import Place, StateProvider, TensorSource
 from megatron_datastates.providers.collect import restore_failed
 

@@ -2,7 +2,7 @@
 
 A run that is rolled back (--ckpt-step) passes by what near tiers hold of later iterations. A node that was
 away meanwhile still has its part, and brings it back. Manifests say which checkpoint follows which
-(pipeline/branches.py). Where neither of two follows the other, this list says whose job came later:
+(pipeline/runs/branches.py). Where neither of two follows the other, this list says whose job came later:
 
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
     `datastates-jobs <lines> <crc32 of the lines>`, then a line for each job, `RUN_ID ITERATION [SAVE_ID]`:

@@ -21,7 +21,7 @@ from megatron_datastates.files import is_object, sha256_of
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.presence import (
+from megatron_datastates.pipeline.publishing.presence import (
     files_in_manifest,
     holds_exactly,
     require_files,

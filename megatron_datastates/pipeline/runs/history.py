@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Point, known_point
-from megatron_datastates.pipeline.jobs import MOST_JOBS, Job, jobs_in
+from megatron_datastates.pipeline.runs.branches import Point, known_point
+from megatron_datastates.pipeline.runs.jobs import MOST_JOBS, Job, jobs_in
 
 _READ_AT_A_TIME = 16  # manifests
 

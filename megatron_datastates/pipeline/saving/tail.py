@@ -23,7 +23,7 @@ from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
-from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
+from megatron_datastates.pipeline.saving.frames import FrameWriter, encoder_pool
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import (
     CopyBudget,

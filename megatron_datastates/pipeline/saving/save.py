@@ -23,18 +23,18 @@ from megatron_datastates.errors import DataStatesError, forget_frames, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.background import (
+from megatron_datastates.pipeline.saving.background import (
     AFTER_POLL_SECONDS,
     COPIES_AFTER_POLL_SECONDS,
     BackgroundThread,
 )
-from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
-from megatron_datastates.pipeline.links import Link
-from megatron_datastates.pipeline.milestones import SaveContext, State
-from megatron_datastates.pipeline.plans import FilePlan, Memory, StatePlan
-from megatron_datastates.pipeline.records import STABLE_GROUP, DurableFile
-from megatron_datastates.pipeline.stable import StableFile
-from megatron_datastates.pipeline.tail import Tail
+from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
+from megatron_datastates.pipeline.saving.links import Link
+from megatron_datastates.pipeline.saving.milestones import SaveContext, State
+from megatron_datastates.pipeline.saving.plans import FilePlan, Memory, StatePlan
+from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile
+from megatron_datastates.pipeline.saving.stable import StableFile
+from megatron_datastates.pipeline.saving.tail import Tail
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.collect import Collected
 from megatron_datastates.providers.objects import check_saved
