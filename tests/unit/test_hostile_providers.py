@@ -51,6 +51,14 @@ class Yields:
 # -- writers ----------------------------------------------------------------------------------------------
 
 
+def wait_until_empty(directory: Path) -> None:
+    """Returns once there is no file: the thread that has failed reports that, then removes its file."""
+    deadline = time.monotonic() + 60.0
+    while list(directory.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("compress", [0, 1])
 @pytest.mark.parametrize("mutability", list(Mutability), **by_name)
 def test_bytes_written_after_their_entry_was_over_fail_the_save(
@@ -70,7 +78,7 @@ def test_bytes_written_after_their_entry_was_over_fail_the_save(
     entries = StreamSource("first", first, mutability), StreamSource("second", second, mutability)
     with pytest.raises(SaveFailedError, match=r"bytes of 'p\.first' came after its writer had returned"):
         ds.save({"p": Yields(*entries)}, tmp_path, compress=compress)
-    assert not list(tmp_path.iterdir())
+    wait_until_empty(tmp_path)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
@@ -80,10 +88,7 @@ def test_whatever_a_writer_raises_on_another_thread_fails_the_save(
 ) -> None:
     with pytest.raises(SaveFailedError, match=type(error).__name__):
         ds.save({"p": Yields(StreamSource("s", _raising(error), mutability))}, tmp_path)
-    deadline = time.monotonic() + 60.0  # the thread that has failed removes its file afterwards
-    while list(tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_empty(tmp_path)
 
 
 def test_an_interrupted_save_leaves_no_file_and_delays_no_fence(tmp_path: Path) -> None:
