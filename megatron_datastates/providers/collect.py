@@ -98,7 +98,7 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
 
 
 def check_names(state: Collected) -> None:
-    """Checks that no key of the state itself is under the name of a provider: no load tells them apart.
+    """Checks that no key of the state itself is under the name of a provider: no load could distinguish them.
 
     Megatron does not find keys that are under a provider's name (mcore/load/reader.py).
 
