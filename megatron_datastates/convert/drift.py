@@ -158,5 +158,5 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the elements on one axis, in float64 or complex128; None if torch cannot convert them."""
     try:
         return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).reshape(-1)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # torch's, of dtypes that it can only store
         return None
