@@ -26,7 +26,7 @@ from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.runs.runs import Iteration
-    from megatron_datastates.pipeline.upkeep.prune import OtherFormats, PrunePlan, RetentionRules
+    from megatron_datastates.pipeline.upkeep.retention import OtherFormats, PrunePlan, RetentionRules
 
 _MIN_AGE_MINUTES = 60.0
 
@@ -89,7 +89,7 @@ def prune(
     from megatron_datastates.cli.weights import drop_all, finish_drops
     from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
-    from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune
+    from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 
     try:
         require_directory(root)
@@ -129,7 +129,7 @@ def other_formats(root: Path) -> OtherFormats:
     if is_object(root):
         return {}
     from megatron_datastates.convert.look import fault_of_torch_dist
-    from megatron_datastates.pipeline.upkeep.prune import OtherFormat
+    from megatron_datastates.pipeline.upkeep.retention import OtherFormat
 
     return {TORCH_DIST: OtherFormat(TORCH_DIST_INDEX, ".distcp", fault_of_torch_dist)}
 

@@ -13,7 +13,7 @@ from megatron_datastates.format.directory import iteration_in_name
 if TYPE_CHECKING:
     from megatron_datastates.convert.weights_only import DropPlan
     from megatron_datastates.pipeline.runs.runs import Iteration
-    from megatron_datastates.pipeline.upkeep.prune import OtherFormats, RetentionRules
+    from megatron_datastates.pipeline.upkeep.retention import OtherFormats, RetentionRules
 
 
 def finish_drops(root: Path) -> None:
@@ -35,7 +35,7 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
     Raises:
         DataStatesError: as plan_prune.
     """
-    from megatron_datastates.pipeline.upkeep.prune import plan_prune
+    from megatron_datastates.pipeline.upkeep.retention import plan_prune
 
     plan, call = plan_prune(root, rules, others), _Call(yes, quiet=as_json)
     for one, why in plan.kept:

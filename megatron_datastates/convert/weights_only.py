@@ -9,7 +9,7 @@ Protocol:
   4. remove what the index does not name of what the journal names, unless a save has written to it; write
      the sums of the new files to Megatron's integrity.json, if there is one; then remove the journal.
 A call that finds a journal does step 4 first. So a kill leaves a whole checkpoint, and the next call removes
-what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pipeline/upkeep/prune.py.
+what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pipeline/upkeep/retention.py.
 
 In an object store there is no journal: files are made in the directory for temporary files and uploaded, and
 the new manifest replaces the old one in one request. What a kill leaves there is what no manifest names; any

@@ -37,17 +37,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.replicas import Replicas
 from megatron_datastates.pipeline.near.share import NearShare
-from megatron_datastates.pipeline.publishing.agreement import PendingResult, PollableResult
+from megatron_datastates.pipeline.publishing.agreement import PendingResult
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
-from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Polls
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.held import trainer_held
@@ -63,7 +62,6 @@ from megatron_datastates.pipeline.saving.save import RankSave
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
-_PATIENCE_SECONDS = 10.0  # how long indexes are awaited once the save is abandoned or has failed
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
 _UNKNOWN = "Whether it is published yet, `datastates ls` says; its files were kept."
@@ -107,8 +105,7 @@ class Publication:
         # What the next poll reads instead of flags, or beside them.
         self._errors_asked: PendingResult[bytes] | None = None
         self._records_asked: PendingResult[bytes] | None = None
-        self._indexes_asked: PollableResult[list[bytes]] | None = None  # read by rank 0's publishing thread
-        self._indexes_arrived = threading.Event()
+        self._indexes = IndexExchange(save, layouts)
         self._keep_file = False  # even if the save fails
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned, self._why_abandoned = False, ""
@@ -193,7 +190,7 @@ class Publication:
     def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
         self.save.look()
-        self._look_for_indexes()
+        self._indexes.look()
         self._look_for_offer()
         if self._errors_asked is not None:
             self._fail(self._errors_asked.result())
@@ -236,14 +233,10 @@ class Publication:
         if outcome is Outcome.PUBLISHED:
             self.published_at = self.published_at or time.perf_counter()
         if self._epoch is not None:
-            self.layouts.end_use(self._epoch, self._digests() if outcome is Outcome.PUBLISHED else ())
+            self.layouts.end_use(self._epoch, self._indexes.digests() if outcome is Outcome.PUBLISHED else ())
         # It refers to this publication: without the garbage collector (--manual-gc) none would ever be freed.
         ended, self.ended_callback = self.ended_callback, lambda: None
         ended()
-
-    def _digests(self) -> list[bytes]:
-        layouts = self.save.plan.layouts() if self.save.plan is not None else []
-        return [self._providers[0], *(layout.digest for layout in layouts)]
 
     def _fail(self, failures: bytes) -> None:
         failed = decode_failures(failures)
@@ -306,18 +299,10 @@ class Publication:
             self._published.set()  # all that is left is rank 0's
         sizes = records.sent_bytes()
         if sizes.any():  # the same on every rank: all have read the same records
-            # What the record says counts: another save may have made the layout known since.
-            own = self._own_parts(sizes[self.collectives.rank].tolist())
-            self._indexes_asked = self.collectives.gather_to_first(own, sizes.sum(axis=1).tolist())
-            self._look_for_indexes()
+            self._indexes.start(self.collectives, sizes)
         if self.collectives.rank == 0:
-            self.layouts.add_providers(*self._providers)
+            self.layouts.add_providers(*self._indexes.providers)
             self._start_publisher(self._publish)
-
-    def _look_for_indexes(self) -> None:
-        # On the trainer's thread only: see PollableResult.
-        if self._indexes_asked is not None and self._indexes_asked.is_over():
-            self._indexes_arrived.set()
 
     def _look_for_offer(self) -> None:
         """Starts this rank's part of publishing near, once what rank 0 sends to all is here."""
@@ -348,21 +333,21 @@ class Publication:
             self.save.fail(cause)
 
     def _can_publish_here(self, before: BackgroundThread | None) -> bool:
-        """Returns whether all that a publishing thread would wait for is there within _PATIENCE_SECONDS.
+        """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
 
         Not longer: what an earlier save's thread waits for may be noticed by polls alone.
         """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self._indexes_asked is not None and not self._indexes_arrived.is_set():
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._indexes.is_awaited:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_BLOCKING_POLL_SECONDS)
-            self._look_for_indexes()
+            self._indexes.look()
         return before is None or before.join(max(deadline - time.monotonic(), 0.0))
 
     def _publish_near(self, near: NearShare) -> None:
         try:
-            near.do_part(lambda: self._abandoned or self.outcome is not Outcome.PENDING)
+            near.do_part(lambda: self._abandoned or self.is_over)
         except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = near.is_in_place
             self.save.fail(error)
@@ -370,31 +355,17 @@ class Publication:
         self.published_at = time.perf_counter()
         self._published.set()
 
-    def _own_parts(self, sent_bytes: Sequence[int]) -> bytes:
-        """Returns the rank's own indexes and its list of providers, as far as rank 0 needs them."""
-        layouts = self.save.plan.layouts() if self.save.plan is not None else []
-        *sizes, listed = sent_bytes
-        indexes = [layout.index for layout, size in zip(layouts, sizes, strict=False) if size]
-        _, providers = self._providers
-        return b"".join([*indexes, providers if listed else b""])
-
-    @functools.cached_property
-    def _providers(self) -> tuple[bytes, bytes]:
-        return encode_providers(self.save.tail.providers())
-
     def _record(self) -> RankRecord:
-        layouts, (digest, listed) = self.layouts, self._providers
-        plans = self.save.plan.layouts() if self.save.plan is not None else []
+        index_bytes, providers_bytes = self._indexes.unknown_bytes()
         return record_of(
             self.save,
-            # Nothing of what rank 0 has already is sent.
-            index_bytes=[0 if plan.digest in layouts.known else len(plan.index) for plan in plans],
-            providers_digest=digest,
-            providers_bytes=0 if digest in layouts.known else len(listed),
+            index_bytes=index_bytes,
+            providers_digest=self._indexes.providers[0],
+            providers_bytes=providers_bytes,
             node=self.node,
             host=self.host,
             endpoint=self.endpoint,
-            forgets=self.collectives.rank == 0 and layouts.should_forget(),
+            forgets=self.collectives.rank == 0 and self.layouts.should_forget(),
         )
 
     # -- where another program brings the ranks together (parts.py) -------------------------------------
@@ -402,10 +373,9 @@ class Publication:
     def part(self) -> SavedPart:
         """Returns this rank's part of a durable save; from now on a manifest may name its files."""
         self._publishing = True
-        layouts = self.save.plan.layouts() if self.save.plan is not None else []
         record = self._record()  # a rank that stores nothing has a layout, and no data file
-        indexes = tuple(layout.index for layout in layouts[: len(record.layouts())])
-        return SavedPart(self.save.context.save_id, record.encode(), indexes, self._providers[1])
+        indexes = tuple(layout.index for layout in self._indexes.own[: len(record.layouts())])
+        return SavedPart(self.save.context.save_id, record.encode(), indexes, self._indexes.providers[1])
 
     def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
         """Publishes the parts of all ranks, in their order: step 4 of the protocol, on this thread.
@@ -418,7 +388,7 @@ class Publication:
         try:
             if self.layouts.should_forget():
                 self.layouts.forget(epoch)
-            self._add_parts(parts)
+            self._written_as = self._indexes.store_parts(self.records, parts)
             self._publish()
         finally:
             self.layouts.end_use(epoch, ())  # this process sends nothing to itself: it needs to know nothing
@@ -431,13 +401,6 @@ class Publication:
         self._fail(b"".join(failures))
         raise SaveFailedError(self.error) from self.save.cause
 
-    def _add_parts(self, parts: Sequence[SavedPart]) -> None:
-        for record, part in zip(self.records, parts, strict=True):
-            for digest, index in zip(record.layouts(), part.indexes, strict=True):
-                self.layouts.add(record.rank, digest, index)
-            self.layouts.add_providers(record.providers_digest, part.providers)
-            self._written_as[record.rank] = part.save_id
-
     @property
     def keeps_files(self) -> bool:
         """Returns whether a failed save keeps its files, because its manifest may be in place."""
@@ -447,7 +410,7 @@ class Publication:
 
     def _publish(self) -> None:
         try:
-            self._await_indexes()
+            self._indexes.store(self.records, lambda: self._abandoned or self.is_over)
         except Exception as error:
             self._manifest_in_place = False
             self.save.fail(error)
@@ -486,31 +449,6 @@ class Publication:
         context = self.save.context
         superseded = self._extras.superseded
         return DirectoryPublisher(context.directory, context.save_id, files, self._faults, superseded)
-
-    def _await_indexes(self) -> None:
-        """Stores the indexes that ranks sent; waits _PATIENCE_SECONDS at most once the save is over."""
-        if self._indexes_asked is None:
-            return
-        patience = _PATIENCE_SECONDS
-        while not self._indexes_arrived.wait(_BLOCKING_POLL_SECONDS):
-            if self.outcome is Outcome.PENDING and not self._abandoned:
-                continue  # the trainer's polls check for them
-            if self._indexes_asked.is_over():
-                break
-            patience -= _BLOCKING_POLL_SECONDS
-            if patience <= 0.0:
-                raise DataStatesError(
-                    f"the ranks' indexes did not arrive within {_PATIENCE_SECONDS:g} s of the end of the save"
-                )
-        sizes, sent = self.records.sent_bytes(), self._indexes_asked.result()
-        for rank in np.flatnonzero(sizes.any(axis=1)).tolist():
-            record, data, (first, second, listed) = self.records[rank], sent[rank], sizes[rank].tolist()
-            if first:
-                self.layouts.add(record.rank, record.layout_digest, data[:first])
-            if second:
-                self.layouts.add(record.rank, record.stable.layout_digest, data[first : first + second])
-            if listed:
-                self.layouts.add_providers(record.providers_digest, data[first + second :])
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""

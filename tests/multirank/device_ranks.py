@@ -12,10 +12,9 @@ from late_device import LateDevice
 from saving_rank import join, report
 
 from megatron_datastates.config import MIB, Options
-from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing import agreement
+from megatron_datastates.pipeline.publishing import agreement, indexes
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
@@ -192,7 +191,7 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     """Ends the program while the device hangs."""
     device = enter("device")
     assert device is not None
-    publications._PATIENCE_SECONDS = 0.2
+    indexes.PATIENCE_SECONDS = 0.2
     saver = Saver(OPTIONS, SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
     while not publication.records:

@@ -16,7 +16,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.runs.runs import find_iterations
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import OPTIONS, SMALL, data_files
 

@@ -98,7 +98,7 @@ def test_an_interrupt_while_records_are_exchanged_leaves_later_saves_alone(
 def test_what_was_being_published_is_published(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = Publication._look_for_indexes
+    look = Publication._look_for_offer
 
     def interrupted(publication: Publication) -> None:
         if publication._publisher is not None:
@@ -106,7 +106,7 @@ def test_what_was_being_published_is_published(
             raise KeyboardInterrupt
         look(publication)
 
-    monkeypatch.setattr(Publication, "_look_for_indexes", interrupted)
+    monkeypatch.setattr(Publication, "_look_for_offer", interrupted)
     publication = saver.start(tmp_path / "a", state(1))
     polled(publication)
     assert publication.wait() is Outcome.PUBLISHED

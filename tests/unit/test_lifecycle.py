@@ -135,16 +135,16 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
             self.looks += 1
             return self.looks >= looks
 
-    monkeypatch.setattr(publication_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
     publication = saver.start(tmp_path / "c", State(BIG))
-    publication._indexes_asked = Indexes()
+    publication._indexes._asked = Indexes()
     assert publication._can_publish_here(None) == (looks == 3)
-    publication._indexes_asked = None
+    publication._indexes._asked = None
     assert publication.wait() is Outcome.PUBLISHED
 
 
 def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):
-    monkeypatch.setattr(publication_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: time.sleep(0.5))
     first = saver.start(tmp_path / "first", State(BIG))
     while first._publisher is None:

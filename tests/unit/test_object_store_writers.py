@@ -24,7 +24,7 @@ from megatron_datastates.format.directory import INTEGRITY_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import EXPIRED, ObjectStore
 from tests.unit.command import run

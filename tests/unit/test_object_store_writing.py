@@ -23,8 +23,8 @@ from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import INTEGRITY_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import EXPIRED, RUN, UNAVAILABLE, ObjectStore, make_older
 from tests.unit.command import run

@@ -20,8 +20,9 @@ from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import prune as pruning
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from tests.unit import command
 from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, reasons, removed
 from tests.unit.pruning import root as root

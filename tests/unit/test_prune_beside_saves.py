@@ -15,8 +15,9 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, _put_back, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune import _put_back, prune
 from megatron_datastates.pipeline.upkeep.repair import repair
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from tests.unit.pruning import NUMBERS, age, complete, lose, place, put, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved

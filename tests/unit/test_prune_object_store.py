@@ -21,8 +21,9 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import left_overs
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import (
     EXPIRED,

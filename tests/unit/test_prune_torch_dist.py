@@ -13,7 +13,8 @@ from megatron_datastates.cli.prune import other_formats
 from megatron_datastates.convert import look
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import REMOVAL_NAME
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune import prune
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from tests.unit.command import run
 from tests.unit.inspecting import output_of
 from tests.unit.pruning import age, call_and_be_killed, place

@@ -24,7 +24,7 @@ from megatron_datastates.convert.stored_arguments import _InertUnpickler, argume
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.upkeep import prune
+from megatron_datastates.pipeline.upkeep import retention
 from tests.unit.command import run
 from tests.unit.inspecting import output_of, refused
 from tests.unit.trained import STACKED, TRACKER, WEIGHT, save_run_of, save_trained
@@ -325,14 +325,14 @@ def test_one_unreadable_iteration_does_not_end_prune(
     root = Path(shutil.copytree(both / "datastates", tmp_path / "run"))
     save_trained(root / "iter_0000015", "datastates")
     (root / TRACKER).write_text("15")
-    real = prune.Checkpoint.open
+    real = retention.Checkpoint.open
 
     def denied(path: Any, *more: Any, **how: Any) -> Any:
         if Path(path).name == "iter_0000005":
             raise StorageError("Permission denied", code=errno.EACCES)
         return real(path, *more, **how)
 
-    monkeypatch.setattr(prune.Checkpoint, "open", denied)
+    monkeypatch.setattr(retention.Checkpoint, "open", denied)
     text = output_of("prune", root, "--keep-last", 1, "--yes")
     assert "iter_0000005  (it cannot be read: Permission denied)" in text and "damaged" not in text
     assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000005", "iter_0000015"]

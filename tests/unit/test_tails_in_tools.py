@@ -16,7 +16,8 @@ from megatron_datastates.errors import CorruptDataError, OptionError
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules, plan_prune, prune
+from megatron_datastates.pipeline.upkeep.prune import prune
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.converting import convert_to
 from tests.unit.encoded import OBJECTS, STREAMS, TENSORS, WEIGHT, builders, write_encoded, write_shared

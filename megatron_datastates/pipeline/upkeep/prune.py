@@ -1,12 +1,4 @@
-"""Removes old checkpoints of a run, by rules, and files of killed saves from the directories of others.
-
-Always kept: the newest complete checkpoint; the one that the tracker names; directories in a format that
-the caller does not describe (OtherFormat), damaged ones, links, and what a link points to; and every
-directory that a save may be writing to. Those are directories with files of ours that no manifest names and
-that are younger than MIN_AGE_SECONDS, empty ones that are younger, and directories without a manifest of any
-age, unless both the tracker and a complete checkpoint are newer: then a crash left them. Even of these, one
-with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
-which `repair` rebuilds.
+"""Removes old checkpoints of a run, and files that killed saves left. retention.py decides which.
 
 Protocol, for each directory, oldest first:
   1. list it and read its manifest; then decide again whether it may be removed. A save that begins after
@@ -24,302 +16,34 @@ Left-overs in directories that are kept: left_overs.py.
 tests/model/ searches all interleavings of these protocols with saves of ours.
 
 Checkpoints of other formats go by the same protocol, with the format's index (`.metadata`) in place of the
-manifest. Their saves give files the same names again, so what shows that one is under way are files that are
-younger than MIN_AGE_SECONDS, in a directory without an index, or younger than the index; and step 4 stops at
-a file that is not the one that was listed.
+manifest. Their saves give files the same names again, so step 4 stops at a file that is not the one that was
+listed.
 
 Object stores: the same rules, for checkpoints of ours; the protocol is prune_objects.py's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import (
-    DataStatesError,
-    NotACheckpointError,
-    OptionError,
-    StorageError,
-)
-from megatron_datastates.files import (
-    Status,
-    is_denied,
-    is_object,
-    names_in,
-    path_of,
-    put_back,
-    status_of,
-)
-from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.errors import StorageError
+from megatron_datastates.files import Status, is_object, put_back, status_of
+from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.publishing.presence import missing_data_files
-from megatron_datastates.pipeline.runs.history import by_branch
-from megatron_datastates.pipeline.runs.run_folders import other_checkpoints
-from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, find_iterations, require_tracked
-from megatron_datastates.pipeline.upkeep.left_overs import (
-    MIN_AGE_SECONDS,
-    UnnamedFile,
-    age_text,
-    content_of,
-    under_way,
-    unfinished_uploads,
-    unnamed_files,
-)
+from megatron_datastates.pipeline.runs.runs import Iteration
+from megatron_datastates.pipeline.upkeep.left_overs import content_of
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
-
-_UNREADABLE = "it cannot be read: "
-
-
-@dataclasses.dataclass(frozen=True)
-class RetentionRules:
-    """What to keep, in addition to what is always kept. `keep_last` or `keep_every` has to be given."""
-
-    keep_last: int | None = None  # this many of the newest complete checkpoints
-    keep_every: int | None = None  # iterations that are a multiple of this
-    min_age_seconds: float = MIN_AGE_SECONDS
-
-    def __post_init__(self) -> None:
-        if not self.min_age_seconds >= 0.0:
-            raise OptionError(f"an age is at least 0, not {self.min_age_seconds:g}")
-        given = {"--keep-last": self.keep_last, "--keep-every": self.keep_every}
-        if all(number is None for number in given.values()):
-            raise OptionError("say what to keep: --keep-last, --keep-every, or both")
-        for name, number in given.items():
-            if number is not None and number < 1:
-                raise OptionError(f"{name} {number}: expected at least 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class OtherFormat:
-    """What removing checkpoints of another format needs to know of it."""
-
-    index_name: str  # without this file, a directory is no checkpoint
-    data_suffix: str  # of its data files, which are written before the index
-    find_fault: Callable[[Path], str | None]  # says why a checkpoint is not whole; raises what cannot be read
-
-
-OtherFormats = Mapping[str, OtherFormat]  # by name
-NO_OTHERS: OtherFormats = MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True)
-class PrunePlan:
-    """What is removed, and why the rest is kept; oldest first."""
-
-    removed: list[Iteration]
-    kept: list[tuple[Iteration, str]]
-    left_overs: list[UnnamedFile]  # removed from directories that are kept; and uploads that have not ended
-    note: str = ""  # what could not be looked for
-    whole: list[int] = dataclasses.field(default_factory=list)  # undamaged iterations, ascending
-
-
-def plan_prune(
-    root: str | os.PathLike[str],
-    rules: RetentionRules,
-    others: OtherFormats = NO_OTHERS,
-    again: tuple[Iteration, PrunePlan] | None = None,
-) -> PrunePlan:
-    """Decides about all iterations directly under `root`.
-
-    Args:
-        others: the formats, besides ours, whose checkpoints the rules apply to.
-        again: one of a plan's, to decide about it alone. Of the others, damage is not looked for again.
-
-    Raises:
-        StorageError: `root` cannot be listed, or its tracker cannot be read.
-        FormatError: the tracker is damaged, so any checkpoint may be the one that it should name.
-        NotACheckpointError: there is no iteration.
-    """
-    path = path_of(root)
-    try:
-        found = find_answered(path) if is_object(path) else _found(path, others)
-        linked = _link_targets(path)
-        uploads, note = unfinished_uploads(path) if is_object(path) else ([], "")
-    except OSError as error:
-        where = str(error.filename or path)
-        verb = "listed" if where == str(path) else "read"
-        raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
-    if not found and not uploads:
-        other = other_checkpoints(path)
-        raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*){other}")
-    tracked = require_tracked(path / TRACKER_NAME)
-    wanted = found if again is None else [one for one in found if one.path == again[0].path]
-    complaints = {one.path: _complaint(one, others) for one in wanted}
-    known = again[1].whole if again is not None else []
-    undamaged = {
-        one.number: one.path
-        for one in found
-        if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
-    }
-    whole, latest = sorted(undamaged), by_branch(path, undamaged, rules.keep_last or 1)
-    old_uploads = [upload for upload in uploads if upload.age_seconds >= rules.min_age_seconds]
-    plan = PrunePlan([], [], old_uploads, note, whole)
-    for one in wanted:
-        why = (
-            complaints[one.path]
-            or _reason(one, whole, latest, tracked, rules, others)
-            or _link_to(one, linked)
-        )
-        unnamed = _unnamed(one, why or "", others)
-        own_uploads = [upload for upload in uploads if upload.path.parent == one.path]
-        why = why or under_way([*unnamed, *own_uploads], rules.min_age_seconds) or _just_made(one, rules)
-        if why is None:
-            plan.removed.append(one)
-            continue
-        plan.kept.append((one, why))
-        if one.format == BACKEND and one.complete and complaints[one.path] is None:
-            plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
-    return plan
-
-
-def _found(root: Path, others: OtherFormats) -> list[Iteration]:
-    return [_seen(one, others) for one in find_iterations(root)]
-
-
-def _seen(one: Iteration, others: OtherFormats) -> Iteration:
-    """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
-    if one.format not in others or not one.complete:
-        return one
-    index = one.path / others[one.format].index_name
-    is_removed = (one.path / REMOVAL_NAME).exists() and not index.exists()
-    return dataclasses.replace(one, complete=not is_removed)
-
-
-def _unnamed(one: Iteration, why: str, others: OtherFormats) -> list[UnnamedFile]:
-    """Returns the files that may be those of a save that is under way.
-
-    Args:
-        why: why the directory is kept; of one that cannot be read, nothing is looked at.
-    """
-    if one.path.is_symlink() or why.startswith(_UNREADABLE):
-        return []
-    if one.format == BACKEND:
-        return unnamed_files(one.path)
-    if one.format not in others:
-        return []
-    return unnamed_files(one.path) + _newer_than_index(one, others[one.format])
-
-
-def _newer_than_index(one: Iteration, format: OtherFormat) -> list[UnnamedFile]:
-    """Returns the data files that were written after the index; where that is missing, all files."""
-    with os.scandir(one.path) as entries:
-        status = {e.name: e.stat(follow_symlinks=False) for e in entries if e.name != REMOVAL_NAME}
-    published, now = status.get(format.index_name) if one.complete else None, time.time()
-    return [
-        UnnamedFile(one.path / name, each.st_size, now - each.st_mtime)
-        for name, each in sorted(status.items())
-        if published is None or (name.endswith(format.data_suffix) and each.st_mtime > published.st_mtime)
-    ]
-
-
-def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
-    """Returns why an empty directory is kept: Megatron makes it a moment before the first file of a save."""
-    if is_object(one.path):
-        return None  # no object, no directory
-    age = time.time() - one.path.stat().st_mtime
-    if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
-        return None
-    return f"a save into it may be under way: it is empty, and was made {age_text(age)} ago"
-
-
-def _link_targets(root: Path) -> dict[str, str]:
-    """Returns, for all links directly under `root`, their names by what they point to."""
-    if is_object(root):
-        return {}
-    with os.scandir(root) as entries:
-        return {os.path.realpath(entry.path): entry.name for entry in entries if entry.is_symlink()}
-
-
-def _link_to(one: Iteration, linked: dict[str, str]) -> str | None:
-    """Returns why a directory is kept if a link points to it, or to something in it."""
-    own = os.path.realpath(one.path) if linked else ""
-    names = [name for target, name in linked.items() if Path(target).is_relative_to(own)]
-    return f"the link {names[0]} points to it" if names else None
-
-
-def _complaint(one: Iteration, others: OtherFormats) -> str | None:
-    """Returns why the rules do not apply to this directory, or None."""
-    if one.path.is_symlink():
-        return "a link"
-    if one.path.name != iteration_name(one.number):
-        return "not named as Megatron names iterations"
-    try:
-        is_empty = not any(one.path.iterdir())
-        if not is_object(one.path):
-            os.lstat(f"{one.path}/.")  # fails where names can be listed, and nothing can be opened
-    except OSError as error:
-        return f"{_UNREADABLE}{error.strerror}"
-    if one.format != BACKEND and one.format not in others and not is_empty:  # empty: what a kill has left
-        return f"its format is {one.format}"
-    if not one.complete:
-        return None
-    try:
-        return (_damage if one.format == BACKEND else others[one.format].find_fault)(one.path)
-    except (DataStatesError, OSError) as error:
-        return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
-
-
-def _damage(path: Path) -> str | None:
-    """Returns what is damaged, as far as it shows without reading data; files of Megatron's are read."""
-    checkpoint = Checkpoint.open(path)
-    sizes = {entry.name: entry.bytes for entry in checkpoint.manifest.files}
-    if (
-        bool(missing_data_files(path, checkpoint.manifest))
-        if is_object(path)
-        else any((path / name).stat().st_size != size for name, size in sizes.items())
-    ):
-        return "damaged: see datastates verify"
-    for other in checkpoint.manifest.others:
-        checkpoint.read_other(other.name)
-    return None
-
-
-def _reason(
-    one: Iteration,
-    whole: list[int],
-    latest: list[int],
-    tracked: int | None,
-    rules: RetentionRules,
-    others: OtherFormats,
-) -> str | None:
-    """Returns why this is kept, or None.
-
-    Args:
-        whole: undamaged iterations, ascending.
-        latest: of them, the newest ones, newest first; those of branches that were left come last.
-    """
-    if one.number == tracked:
-        return "the tracker names it"
-    if not one.complete:
-        is_left_over = whole and tracked is not None and one.number < min(whole[-1], tracked)
-        if not is_left_over:
-            return "incomplete: its save may be under way"
-        if one.format in others:
-            index = others[one.format].index_name
-            return f"only metadata.json is missing, beside {index}" if (one.path / index).exists() else None
-        return "its manifest is lost: see datastates repair" if _may_be_whole(one.path) else None
-    if latest[:1] == [one.number]:
-        return "the newest complete one"
-    if rules.keep_last is not None and one.number in latest:
-        return f"one of the last {rules.keep_last}"
-    if rules.keep_every is not None and one.number % rules.keep_every == 0:
-        return f"a multiple of {rules.keep_every}"
-    return None
-
-
-def _may_be_whole(path: Path) -> bool:
-    """Returns whether there is an index that no earlier call of prune has left."""
-    names = names_in(path)
-    return REMOVAL_NAME not in names and any(name.startswith("index-") for name in names)
+from megatron_datastates.pipeline.upkeep.retention import (
+    NO_OTHERS,
+    OtherFormats,
+    RetentionRules,
+    plan_prune,
+)
 
 
 def prune(

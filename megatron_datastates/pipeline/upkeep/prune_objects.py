@@ -1,6 +1,6 @@
 """Removes a checkpoint from an object store.
 
-Which one: prune.py decides, by the same rules as for directories. A listing shows what there is to decide
+Which one: retention.py decides, by the same rules as for directories. A listing shows what there is to decide
 about; what is complete, manifests and the objects that they name say, each asked for by its name. A store
 that does not answer ends the call: silence is no answer.
 

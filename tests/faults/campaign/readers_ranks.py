@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.upkeep.prune import RetentionRules
 from megatron_datastates.pipeline.upkeep.prune import prune as prune_run
+from megatron_datastates.pipeline.upkeep.retention import RetentionRules
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.faults.campaign import judging, patterns
 
