@@ -88,7 +88,7 @@ def save(state: State, directory: StrPath, *, iteration: int | None = None, **op
             a CUDA device, of any shape, and of any dtype but quantized ones and those whose elements have
             less than a byte or no meaning (`uint4`, `bits8`); a DTensor is passed as a `Shard` of its local
             tensor. Everything else is an object: plain data of Python, numpy and torch.
-        directory: of the checkpoint; made if it is not there. What was published in it stays whole until
+        directory: of the checkpoint; made if it is not there. What was published in it stays complete until
             the new checkpoint takes its place.
         iteration: the training iteration, for people.
         options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`) or as

@@ -68,7 +68,7 @@ def prune(
     checkpoint, the one that Megatron's tracker names, damaged and unreadable ones, other formats, and
     directories that a save may be writing to. Also removed, beside checkpoints of datastates that are kept:
     files that killed saves left and that no manifest names. If prune itself is killed, every remaining
-    checkpoint is whole, and the next call removes the rest.
+    checkpoint is complete, and the next call removes the rest.
 
     In an object store (msc://PROFILE/PATH), uploads that have not ended are aborted, too, if they are older
     than --min-age. Checkpoints of torch_dist stay there.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def finish_drops(root: Path) -> None:
-    """Removes what killed calls have left beside whole checkpoints. Raises what finish_drop does."""
+    """Removes what killed calls have left beside complete checkpoints. Raises what finish_drop does."""
     from megatron_datastates.format.directory import JOURNAL_NAME
 
     for journal in sorted(root.glob(f"*/{JOURNAL_NAME}")):

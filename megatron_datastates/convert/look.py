@@ -1,4 +1,4 @@
-"""What the directories of a run show without reading data: which are whole, how large, of how many ranks.
+"""What the directories of a run show without reading data: which are complete, how large, of how many ranks.
 
 Names and sizes of all files are compared with our manifest, or with DCP's `.metadata`. Damaged bytes in a
 file of the right size are found by `datastates verify` only. Nothing here needs torch or numpy.

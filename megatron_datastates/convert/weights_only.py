@@ -58,7 +58,7 @@ from megatron_datastates.pipeline.runs.runs import stored_bytes
 
 
 class UnfinishedError(StorageError):
-    """A checkpoint was rewritten, or may have been, and then something failed. It is whole."""
+    """A checkpoint was rewritten, or may have been, and then something failed. It is complete."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _write_journal(directory: Path, journal: _Journal) -> None:
 
 
 def _read_journal(directory: Path) -> _Journal | None:
-    """Returns the journal; None if it is not whole. Raises OSError."""
+    """Returns the journal; None if it is incomplete. Raises OSError."""
     try:
         return msgspec.json.decode(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES), type=_Journal)
     except (ValueError, RecursionError):  # msgspec raises ValueErrors

@@ -173,7 +173,7 @@ def test_what_is_checked_is_not_what_a_near_tier_has_of_it(
     monkeypatch.setenv("MEGATRON_DATASTATES_NEAR", str(nodes.roots[0]))
     assert any(path.name in fault for fault in verify(nodes.directory(3)).faults)
     (nodes.directory(3) / MANIFEST_NAME).unlink()
-    with pytest.raises(RepairRefusedError, match="it is not whole"):
+    with pytest.raises(RepairRefusedError, match="it has faults"):
         repair(nodes.directory(3))
 
 

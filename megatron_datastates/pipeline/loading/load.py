@@ -106,7 +106,7 @@ class Checkpoint:
                     raise
 
     def file_path(self, file: int) -> Path:
-        """Returns where a data file is read: in the near tier, if it is there and whole (see `footer`)."""
+        """Returns where a data file is read: in the near tier, if it is there and complete (see `footer`)."""
         folder = self._near if self._near is not None and file in self._in_near else self.directory
         return folder / self.manifest.files[file].name
 

@@ -1,6 +1,6 @@
 """Copies of data files from one tier to another: every block's checksum is compared on the way.
 
-A copy gets its name when it is whole and durable, so a file with its name needs no second look.
+A copy gets its name when it is complete and durable, so a file with its name needs no second look.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _Plan:
 def bring_home(
     run: Path, options: Options, notify: Callable[[str], None] = logger.info, *, wanted: int | None = None
 ) -> int | None:
-    """Publishes in `run` the newest checkpoint that near tiers hold whole, if it is newer than what is there.
+    """Publishes in `run` the newest complete checkpoint of the near tiers, if it is newer than what is there.
 
     Collective: all ranks call it. Megatron's tracker in `run` names the checkpoint afterwards.
 
@@ -107,7 +107,7 @@ def bring_home(
             if recovery.rank == 0 and reason:
                 is_other = published_in(run / name) not in (None, save_id)  # which --ckpt-step would load
                 advice = (
-                    "" if is_other else f". --ckpt-step {iteration_in_name(name)} loads it, if it is whole"
+                    "" if is_other else f". --ckpt-step {iteration_in_name(name)} loads it, if it is complete"
                 )
                 notify(f"datastates: {name} in a near tier is skipped: {reason}{advice}")
             continue

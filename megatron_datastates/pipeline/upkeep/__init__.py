@@ -1,1 +1,1 @@
-"""What is done with checkpoints beside saving and loading: verify, repair, prune, look for a good one."""
+"""What is done with checkpoints beside saves and loads: verify, repair, prune, find an undamaged one."""

@@ -1,4 +1,4 @@
-"""Which older checkpoint is whole, once a load has met a damaged one: looked for by all ranks together.
+"""Which older checkpoint is undamaged, once a load has met a damaged one: looked for by all ranks together.
 
 Each rank checks its share of a checkpoint on a thread of its own, while the trainer's thread sums how many
 are done, at polls: no collective call waits for a disk, so no watchdog ends ranks that wait for a slow one.
@@ -30,9 +30,9 @@ _NONE = -1
 class FallbackSearch:
     """What the search for an older checkpoint found."""
 
-    iteration: int | None = None  # the newest one that is whole
+    iteration: int | None = None  # the newest undamaged one
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
-    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and not whole
+    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged
 
 
 def find_older_checkpoint(
@@ -83,7 +83,7 @@ def _verified(directory: Path, collectives: Collectives, options: Options) -> tu
             time.sleep(_POLL_SECONDS)
             done, faults, unchecked, mebibytes = _sums(share, collectives)
     if collectives.rank == 0:
-        seconds, verdict = time.monotonic() - began, f"{faults} faults" if faults else "whole"
+        seconds, verdict = time.monotonic() - began, f"{faults} faults" if faults else "undamaged"
         logger.warning("%s: %s (%d MiB checked in %.1f s)", directory, verdict, mebibytes, seconds)
     return faults, unchecked
 

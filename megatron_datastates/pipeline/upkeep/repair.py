@@ -1,6 +1,6 @@
 """Rebuilds a lost or damaged manifest from the data files and the index, and from nothing else.
 
-Three things together prove that a directory holds one whole save, durable on every rank:
+Three things together prove that a directory holds one complete save, durable on every rank:
   1. all data files in it belong to one save and one world size, and each has its footer, which is written
      only when no source can have changed before it was copied. Where a checkpoint shares files of earlier
      saves, only its manifest says which: without it, a left-over of the same layout could take their place.
@@ -91,12 +91,12 @@ def repair(
     progress: Progress = lambda bytes_done: None,
     options: Options | None = None,
 ) -> Repair:
-    """Writes a manifest for the one whole save in `directory`, which has none or a damaged one.
+    """Writes a manifest for the one complete save in `directory`, which has none or a damaged one.
 
     Raises:
         NotACheckpointError: no data file of ours is there.
         UnsupportedFormatError: a file was written by a later release.
-        RepairRefusedError: the manifest is undamaged, or it is not proven that a whole save is there.
+        RepairRefusedError: the manifest is undamaged, or it is not proven that a complete save is there.
         StorageError: a file cannot be read, or the manifest cannot be written.
     """
     # What near tiers have of it would be read in place of the files that are to be checked.
@@ -128,7 +128,7 @@ def repair(
         notes.append(f"the lost manifest may have named other files; the new one does not: {_some(strange)}")
     verdict = verify_checkpoint(checkpoint, options, progress=progress)
     if not verdict.good:
-        _refuse(path, f"it is not whole: {_some([*verdict.faults, *verdict.unread])}")
+        _refuse(path, f"it has faults: {_some([*verdict.faults, *verdict.unread])}")
     manifest = _with_replaced(path, _with_iteration(checkpoint, notes), notes)
     try:
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
@@ -334,7 +334,7 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
 
 
 def _dcp_facts(path: Path, save_id: SaveId, notes: list[str]) -> list[OtherFile]:
-    """Returns the file that PyTorch's distributed checkpoints have written for this save, if it is whole."""
+    """Returns the file that PyTorch's distributed checkpoint wrote for this save, if it is complete."""
     facts = path / save_id.dcp_file_name()
     if facts.name not in names_in(path):
         return []

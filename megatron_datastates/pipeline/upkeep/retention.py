@@ -66,7 +66,9 @@ class OtherFormat:
 
     index_name: str  # without this file, a directory is no checkpoint
     data_suffix: str  # of its data files, which are written before the index
-    find_fault: Callable[[Path], str | None]  # says why a checkpoint is not whole; raises what cannot be read
+    find_fault: Callable[
+        [Path], str | None
+    ]  # says what is damaged in a checkpoint; raises what cannot be read
 
 
 OtherFormats = Mapping[str, OtherFormat]  # by name
@@ -81,7 +83,7 @@ class PrunePlan:
     kept: list[tuple[Iteration, str]]
     left_overs: list[UnnamedFile]  # removed from directories that are kept; and uploads that have not ended
     note: str = ""  # what could not be looked for
-    whole: list[int] = dataclasses.field(default_factory=list)  # undamaged iterations, ascending
+    undamaged: list[int] = dataclasses.field(default_factory=list)  # iterations, ascending
 
 
 def plan_prune(
@@ -116,19 +118,19 @@ def plan_prune(
     tracked = require_tracked(path / TRACKER_NAME)
     wanted = found if again is None else [one for one in found if one.path == again[0].path]
     complaints = {one.path: _complaint(one, others) for one in wanted}
-    known = again[1].whole if again is not None else []
-    undamaged = {
+    known = again[1].undamaged if again is not None else []
+    undamaged_at = {
         one.number: one.path
         for one in found
         if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
     }
-    whole, latest = sorted(undamaged), by_branch(path, undamaged, rules.keep_last or 1)
+    undamaged, latest = sorted(undamaged_at), by_branch(path, undamaged_at, rules.keep_last or 1)
     old_uploads = [upload for upload in uploads if upload.age_seconds >= rules.min_age_seconds]
-    plan = PrunePlan([], [], old_uploads, note, whole)
+    plan = PrunePlan([], [], old_uploads, note, undamaged)
     for one in wanted:
         why = (
             complaints[one.path]
-            or _reason(one, whole, latest, tracked, rules, others)
+            or _reason(one, undamaged, latest, tracked, rules, others)
             or _link_to(one, linked)
         )
         unnamed = _unnamed(one, why or "", others)
@@ -247,7 +249,7 @@ def _damage(path: Path) -> str | None:
 
 def _reason(
     one: Iteration,
-    whole: list[int],
+    undamaged: list[int],
     latest: list[int],
     tracked: int | None,
     rules: RetentionRules,
@@ -256,13 +258,13 @@ def _reason(
     """Returns why this is kept, or None.
 
     Args:
-        whole: undamaged iterations, ascending.
+        undamaged: iterations, ascending.
         latest: of them, the newest ones, newest first; those of branches that were left come last.
     """
     if one.number == tracked:
         return "the tracker names it"
     if not one.complete:
-        is_left_over = whole and tracked is not None and one.number < min(whole[-1], tracked)
+        is_left_over = undamaged and tracked is not None and one.number < min(undamaged[-1], tracked)
         if not is_left_over:
             return "incomplete: its save may be under way"
         if one.format in others:

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is whole: every checksum, every extent, every element.
+"""Checks that a checkpoint is complete and undamaged: every checksum, every extent, every element.
 
 A fault keeps a part of the checkpoint from being loaded as it was saved, or is a contradiction between files.
 A note is about something that an undamaged checkpoint may have.
