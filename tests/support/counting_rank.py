@@ -64,6 +64,16 @@ def next_save() -> str:
     return f"save {saves}"
 
 
+def after_the_last(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets each save begin once the last one is published: one that overlaps it sends the layouts again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        loop.maybe_finalize_async_save(blocking=True)
+        return save(*args, **kwargs)
+
+    return call
+
+
 def main(arguments: list[str], folder: str) -> None:
     """Pretrains and writes the counts to FOLDER/rankN.json."""
     sys.argv = ["pretrain_tiny.py", *arguments]
@@ -73,7 +83,7 @@ def main(arguments: list[str], folder: str) -> None:
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # Not earlier: this package replaces these functions once the arguments are parsed.
-        loop.save_checkpoint = during(next_save, loop.save_checkpoint)
+        loop.save_checkpoint = after_the_last(during(next_save, loop.save_checkpoint))
         loop.load_checkpoint = during(lambda: "load", loop.load_checkpoint)
         loop.maybe_finalize_async_save = during(lambda: "poll", loop.maybe_finalize_async_save)
         return set_up(*args, **kwargs)
