@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.ablation.parts import Mixed
 from benchmarks.ablation.samples import save_once
-from benchmarks.revisions import compare, figures
 from benchmarks.rounds import Bar, Rates, interleave
 from benchmarks.saves import Saves
 from benchmarks.states import host_tensors
@@ -174,58 +173,6 @@ def test_the_compression_benchmark_reports_what_its_committed_results_have(tmp_p
         assert packed["stored_mb"] < plain["stored_mb"] >= results["state_mb"]
     slowest = results["50 MB/s"]["plain"]
     assert slowest["durable_s"] >= 0.9 * slowest["stored_mb"] / 50, "the limit was in force"
-
-
-def test_figures_are_the_measured_numbers_of_a_results_file() -> None:
-    results = {
-        "machine": {"cores": 2}, "date": 3, "options": {"gib": 1.0}, "bars": [{"value": 1}],
-        "write": {"gb_per_s": {"ours": 2, "fio": 2.5}, "spread_gb_per_s": {"ours": 7}, "best": "ours"},
-        "start": {"durable_spread_s": [1, 2], "spread": 3, "held_ms": 0.5, "met": True, "list": [1]},
-    }  # fmt: skip
-    assert dict(figures(results)) == {
-        "write / gb_per_s / ours": 2.0, "write / gb_per_s / fio": 2.5, "start / held_ms": 0.5,
-    }  # fmt: skip
-
-
-def test_two_revisions_are_compared_by_medians_of_what_every_run_has() -> None:
-    before = [
-        {"a": 4, "size": 9, "gone": 1, "zero": 0},
-        {"a": 2, "size": 9, "zero": 0},
-        {"a": 1, "size": 9, "zero": 0},
-    ]
-    after = [
-        {"a": 1, "size": 9, "new": 1, "zero": 1},
-        {"a": 1, "size": 9, "zero": 2},
-        {"a": 3, "size": 9, "zero": 3},
-    ]
-    assert compare(before, after) == {
-        "a": {"before": 2, "after": 1, "ratio": 0.5, "spread": {"before": [1, 4], "after": [1, 3]}}
-    }
-
-
-@pytest.mark.long
-def test_a_tree_is_compared_with_itself(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    (tmp_path / "in").mkdir()
-    options = ["--", "--quick", "--only", "tiny", "--folder", tmp_path / "in"]
-    ran = run("revisions", ROOT, "--rounds", 2, "--out", out, *options)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    results = json.loads(out.read_text())
-    assert results["before"] == results["after"] and results["rounds"] == 2
-    assert results["benchmark"][0] == "engine" and "tiny" in results["benchmark"]
-    assert results["figures"], "times of two runs differ"
-    for name, one in results["figures"].items():
-        assert name.startswith("tiny / ") and one.keys() == {"before", "after", "ratio", "spread"}
-
-
-def test_a_folder_without_this_project_is_not_compared(tmp_path: Path) -> None:
-    ran = run("revisions", tmp_path, "--rounds", 1, "--benchmark", "none")
-    assert ran.returncode == 2 and "has no package benchmarks" in " ".join(ran.stderr.split())
-
-
-def test_a_benchmark_that_fails_is_reported_with_its_tree(tmp_path: Path) -> None:
-    ran = run("revisions", ROOT, "--rounds", 1, "--benchmark", "none")
-    assert ran.returncode == 2 and "the benchmark failed in" in " ".join(ran.stderr.split())
 
 
 def test_contenders_take_turns_and_the_first_round_does_not_count() -> None:
