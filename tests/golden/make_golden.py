@@ -1,17 +1,9 @@
 """Makes the golden checkpoints of a format, once per format and before its first release.
 
     .venv/bin/python -m tests.golden.make_golden NEW_DIRECTORY
-    .venv/bin/python -m tests.golden.make_golden CHECKPOINT INDEX.json
 
 The files under tests/golden/format-N are never made again: they stand for files that users have. This makes
 those of format 2; those of format 1 were made by an earlier version of it.
-
-The index of format 1 changed its form before the first release. The checkpoints of Megatron's releases
-(tests/golden/megatron-*) were not saved again: the second command replaced their index, the layout digests in
-their footers, and their manifest. INDEX.json has the contents of their old index:
-
-    {"fragments": [[key, dtype, global shape, offset, shape, file, offset in the file], ...],
-     "objects": {key: file}}
 
 one-rank   written by the saver: every dtype, a scalar, an empty tensor, objects, block checksums
 two-ranks  made by hand: tensors in fragments over two files, one of them without checksums, and
@@ -22,25 +14,20 @@ tails      made by hand (format 2): encoded tensors, streams and objects with ev
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.format.codecs import NONE, PLANES, ZSTD
-from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
-from megatron_datastates.format.index import Index, build_index, index_entry
-from megatron_datastates.format.manifest import Manifest, ProviderEntry
+from megatron_datastates.format.index import Index, build_index
+from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
+from megatron_datastates.format.values import DTYPES, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.saver import Saver, SaveSession
@@ -169,38 +156,8 @@ def make_tails(directory: Path) -> None:
     write_one_rank(directory, [one, two], [(0, SaveId(RUN_ID, 2)), (12, EARLIER)], providers=PROVIDERS)
 
 
-def replace_index(directory: Path, index: Index) -> None:
-    """Replaces the index of a checkpoint by one with the same contents in today's form."""
-    fields = json.loads((directory / MANIFEST_NAME).read_bytes().split(b"\n", 1)[1])
-    encoded = index.encode(packed=True)
-    (directory / fields["index"]["name"]).unlink()
-    fields["index"] = msgspec.to_builtins(index_entry(encoded))
-    for number, file in enumerate(fields["files"]):
-        path, at = directory / file["name"], file["footer_offset"]
-        footer = Footer.decode(path.read_bytes()[at:], file["name"])
-        digest = hashlib.sha256(index.own_index(number)).digest()[:16]
-        changed = dataclasses.replace(footer, layout_digest=digest).encode()
-        path.write_bytes(path.read_bytes()[:at] + changed)
-        file["footer_crc"] = decode_trailer(changed[-TRAILER_BYTES:], file["name"])[2]
-    manifest = msgspec.convert(fields, Manifest)
-    (directory / manifest.index.name).write_bytes(encoded)
-    (directory / MANIFEST_NAME).write_bytes(manifest.encode())
-
-
-def read_index(path: Path) -> Index:
-    """Returns the index that INDEX.json describes."""
-    fields = json.loads(path.read_text())
-    entries = []
-    for key, dtype, whole, offset, shape, file, at in fields["fragments"]:
-        fragment = Fragment(key, dtype, tuple(whole), tuple(offset), tuple(shape))
-        entries.append((fragment, Extent(file, at, fragment.bytes)))
-    return build_index(entries, fields["objects"])
-
-
 def main() -> None:
     target = Path(sys.argv[1])
-    if len(sys.argv) > 2:
-        return replace_index(target, read_index(Path(sys.argv[2])))
     target.mkdir()
     save_one_rank(target / "one-rank", [ObjectSource(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
     make_two_ranks(target / "two-ranks")
