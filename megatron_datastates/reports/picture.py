@@ -1,7 +1,6 @@
 """Draws the saves of a run: against the clock and its iterations, one by one, and over all ranks.
 
-Needs matplotlib. Panels without data (the clock in lines of older releases, held time in saves of DCP, ranks
-in a run of one) are left out.
+Needs matplotlib. Panels without data (held time in saves of DCP, ranks in a run of one) are left out.
 """
 
 from __future__ import annotations
@@ -62,12 +61,13 @@ def require_matplotlib() -> Any:
 
 def draw(saves: Sequence[Save], title: str) -> Any:
     """Returns a matplotlib figure of the saves. Raises MissingPackageError."""
-    panels: list[tuple[float, Callable[[Any, Sequence[Save]], None]]] = [(2.6, _draw_milestones)]
+    panels: list[tuple[float, Callable[[Any, Sequence[Save]], None]]] = [
+        (2.2, _draw_clock),
+        (0.8 + 0.42 * min(len(saves), _IN_DETAIL), _draw_details),
+        (2.6, _draw_milestones),
+    ]
     if any(save.held_ms for save in saves):
         panels.append((2.2, _draw_parts))
-    if all(save.started_at is not None for save in saves):
-        panels.insert(0, (2.2, _draw_clock))
-        panels.insert(1, (0.8 + 0.42 * min(len(saves), _IN_DETAIL), _draw_details))
     if any(save.ranks > 1 and "writing" in save.spreads for save in saves):
         panels += [(2.0, _draw_spread), (1.6, _draw_slowest)]
     matplotlib = require_matplotlib()
@@ -146,12 +146,11 @@ def _begins(saves: Sequence[Save]) -> list[float]:
     """
     begins: list[float] = []
     for number, save in enumerate(saves):
-        at = save.started_at or 0.0
         if number == 0:
             begins.append(0.0)
             continue
         before = saves[number - 1]
-        passed = max(at - (before.started_at or 0.0), 0.0)
+        passed = max(save.started_at - before.started_at, 0.0)
         if save.run != before.run:
             steps = [b - a for a, b in itertools.pairwise(begins)]
             passed = min(passed, max(steps, default=passed))

@@ -76,9 +76,9 @@ class Save:
     held_parts_ms: Mapping[str, float]
     providers: Mapping[str, Mapping[str, float]]
     spreads: Mapping[str, Spread]
-    held_spans_ms: Sequence[tuple[str, float, float]] = ()
-    started_at: float | None = None  # seconds since 1970; older releases did not write it
-    published_ms: float | None = None
+    held_spans_ms: Sequence[tuple[str, float, float]]
+    started_at: float  # seconds since 1970
+    published_ms: float | None  # None: it was not
     staging_bytes: int = 0
     page_locked_bytes: int = 0
     staging_trouble: str = ""
@@ -108,8 +108,8 @@ class Save:
 
     @property
     def copies_ms(self) -> tuple[float, float] | None:
-        """Returns when copies on other nodes were begun and made, where that is known."""
-        if self.copies is None or self.started_at is None:
+        """Returns when copies on other nodes were begun and made, if there are any."""
+        if self.copies is None:
             return None
         begin = max((self.copies.started_at - self.started_at) * 1000, 0.0)
         return begin, begin + self.copies.copying_ms
@@ -181,8 +181,7 @@ def read_reports(paths: Iterable[Path]) -> Reports:
         raise UnsupportedFormatError(
             f"there is no report of a save in these files, only of other events: {kinds}"
         )
-    if all(save.started_at is not None for save in found.saves):
-        found.saves = _ordered(found.saves)
+    found.saves = _ordered(found.saves)
     return found
 
 
@@ -192,7 +191,7 @@ def _ordered(saves: Iterable[Save]) -> list[Save]:
     for save in saves:
         runs.setdefault(save.run, []).append(save)
     counted = [sorted(run, key=lambda save: (save.ordinal, save.started_at)) for run in runs.values()]
-    return list(itertools.chain(*sorted(counted, key=lambda run: run[0].started_at or 0.0)))
+    return list(itertools.chain(*sorted(counted, key=lambda run: run[0].started_at)))
 
 
 def _with_drain(save: Save, drain: Drain | None) -> Save:
@@ -271,9 +270,7 @@ def _save(value: Mapping[str, Any]) -> Save:
     }
     try:
         spreads = {name: _spread(one) for name, one in _mapping(value, "ranks_ms").items()}
-        spans = [
-            (str(part), _number(begin), _number(end)) for part, begin, end in value.get("held_spans_ms", [])
-        ]
+        spans = [(str(part), _number(begin), _number(end)) for part, begin, end in value["held_spans_ms"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its 'ranks_ms' or 'held_spans_ms' is not as expected: {error!r}") from None
     return Save(**known, spreads=spreads, held_spans_ms=spans)

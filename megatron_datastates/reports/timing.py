@@ -41,7 +41,7 @@ def intervals(saves: Sequence[Save]) -> list[float | None]:
 
 
 def _seconds_between(save: Save, later: Save | None) -> float | None:
-    if later is None or later.run != save.run or save.started_at is None or later.started_at is None:
+    if later is None or later.run != save.run:
         return None
     seconds = later.started_at - save.started_at
     return seconds if seconds > 0 else None

@@ -147,18 +147,6 @@ def test_what_is_not_a_report_is_skipped_with_a_note(
     assert reason in found.notes[0]
 
 
-def test_lines_of_older_releases_are_read_without_the_clock(
-    written: Callable[..., Path], tmp_path: Path
-) -> None:
-    old = [dict(save) for save in SAVES]
-    for save in old:
-        del save["started_at"], save["published_ms"], save["held_spans_ms"]
-    found = read_reports([written(old)])
-    assert intervals(found.saves) == [None] * 6 and iteration_seconds(found.saves) is None
-    assert run("report", tmp_path / "report.jsonl", "--out", tmp_path)[0] == 0
-    assert (tmp_path / "report.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -308,15 +296,6 @@ def test_the_drain_is_compared_with_the_interval_of_what_it_brings(
     drains = [drain | {name: save[name] for name in ("save_id", "iteration")} for save in saves[2::3]]
     text = advice_on(written([*saves, *drains]), "The way from the near tiers")
     assert every in text and bool(text) == bool(every)
-
-
-def test_the_drain_of_saves_without_a_start_is_judged_by_what_is_known(written: Callable[..., Path]) -> None:
-    saves = many(3)
-    del saves[1]["started_at"]  # as earlier releases have reported it
-    drain = {"event": "drain", "bytes": 1, "near_ms": 5_000.0}
-    drains = [drain | {name: save[name] for name in ("save_id", "iteration")} for save in saves[::2]]
-    text = advice_on(written([*saves, *drains]), "The way from the near tiers")
-    assert "--datastates-drain-every 4" in text
 
 
 @pytest.mark.parametrize(
