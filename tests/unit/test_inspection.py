@@ -288,10 +288,3 @@ def test_metadata_that_is_nested_without_end_is_no_metadata(root, checkpoint):
     assert "would remove" in output_of("prune", root, "--keep-last", 1)
     result = call("verify", checkpoint)
     assert result.exit_code == 1 and "it names no sharded_backend" in result.stdout
-
-
-def test_every_command_has_an_example_and_exit_codes_in_its_help():
-    for command in ("ls", "show", "cat", "verify", "repair", "prune"):
-        text = output_of(command, "--help")
-        assert f"Example: datastates {command}" in text
-        assert "Exit codes: 0" in text

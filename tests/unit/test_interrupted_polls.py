@@ -29,13 +29,6 @@ NESTED = "in the middle of the start or the poll of another one"
 LIMIT_SECONDS = 30.0
 
 
-@pytest.fixture
-def saver() -> Iterator[Saver]:
-    saver = new_saver()
-    yield saver
-    saver.close()
-
-
 def state(value: float, rank: int = 0) -> State:
     return State({f"w{rank}": torch.full((300,), value)})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, new_saver
 
 POLLS = 6  # that a save takes, and one for what its threads have not done yet
-
-
-@pytest.fixture
-def saver() -> Iterator[Saver]:
-    saver = new_saver()
-    yield saver
-    saver.close()
 
 
 def state(number: int, mutability: Mutability = Mutability.NOW, rank: int = 0) -> State:
