@@ -16,12 +16,3 @@ def directory_of(checkpoint_id: str | os.PathLike[str]) -> Path:
             "training loop saves to object stores"
         )
     return Path(checkpoint_id).absolute()
-
-
-def can_be_directory(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Returns whether a checkpoint id names a directory, or one that could be made."""
-    if "://" in os.fspath(checkpoint_id):
-        return False
-    path = Path(checkpoint_id).absolute()
-    nearest = next(one for one in (path, *path.parents) if one.exists())
-    return nearest.is_dir()

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from megatron_datastates.config import Options
 from megatron_datastates.dcp.facts import read_facts
-from megatron_datastates.dcp.paths import can_be_directory, directory_of
+from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -41,11 +41,6 @@ class DataStatesReader(CheckpointReader):
         FileSystemReader.__init__(self, directory_of(path))  # a checkpoint is opened by each load
         self._boxes, self._states = {}, None
         self._options = Options.from_environment(options)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it can be the directory of a checkpoint."""
-        return can_be_directory(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(directory_of(checkpoint_id) if checkpoint_id else None)

@@ -22,6 +22,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -30,7 +31,7 @@ from torch.futures import Future
 from megatron_datastates.config import Options
 from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.dcp.items import PlannedState
-from megatron_datastates.dcp.paths import can_be_directory, directory_of
+from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
@@ -91,7 +92,7 @@ class DataStatesWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns whether it can be the directory of a checkpoint."""
-        return can_be_directory(checkpoint_id)
+        return FileSystemWriter.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares for another save, into another directory if one is given."""
