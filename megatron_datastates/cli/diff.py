@@ -25,9 +25,10 @@ from megatron_datastates.cli.shared import (
     parse_memory,
     print_json,
     progress_bar,
+    require_plot,
     say,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.diff import Difference
@@ -77,8 +78,8 @@ def diff(
     """
     try:
         memory_bytes = parse_memory(memory)
-        if plot is not None:  # checked before a comparison that may take an hour
-            _require_plot(plot)
+        if plot is not None:
+            require_plot(plot)
         paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
         found = _compare(*paths, keys, plot, memory_bytes)
     except (DataStatesError, OSError) as error:
@@ -88,16 +89,6 @@ def diff(
     else:
         _print(found)
     raise click.exceptions.Exit(0 if found.equal else 1)
-
-
-def _require_plot(plot: Path) -> None:
-    from megatron_datastates.convert.pictures import require_plotting
-    from megatron_datastates.convert.sinks.target import refuse_target
-
-    if plot.suffix.lower() != ".png":
-        raise OptionError(f"--plot {plot}: expected a name that ends in .png")
-    refuse_target(plot)
-    require_plotting()
 
 
 def _compare(

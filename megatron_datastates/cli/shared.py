@@ -305,6 +305,17 @@ def require_directory(path: Path) -> None:
         raise NotACheckpointError(f"{path} {fault}: give a checkpoint, or the directory of a run")
 
 
+def require_plot(plot: Path) -> None:
+    """Checks --plot, before work that may take an hour. Raises DataStatesError, or a store's OSError."""
+    from megatron_datastates.convert.pictures import require_plotting
+    from megatron_datastates.convert.sinks.target import refuse_target
+
+    if plot.suffix.lower() != ".png":
+        raise OptionError(f"--plot {plot}: expected a name that ends in .png")
+    refuse_target(plot)
+    require_plotting()
+
+
 def checkpoint_of(directory: Path, iteration: int | None) -> Path:
     """Returns the checkpoint that an argument stands for; says on standard error which one of a run it is.
 

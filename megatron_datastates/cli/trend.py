@@ -23,10 +23,11 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     require_directory,
+    require_plot,
     run_argument,
     say,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.trend import Point, Step, Trend
@@ -69,7 +70,7 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
         memory_bytes = parse_memory(memory)
         require_directory(root)
         if plot is not None:
-            _require_plot(plot)
+            require_plot(plot)
         found = _follow(root, keys, memory_bytes)
         if plot is not None:
             from megatron_datastates.convert.pictures import plot_trend
@@ -85,16 +86,6 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     else:
         _print(found)
     raise click.exceptions.Exit(1 if skipped else 0)
-
-
-def _require_plot(plot: Path) -> None:
-    from megatron_datastates.convert.pictures import require_plotting
-    from megatron_datastates.convert.sinks.target import refuse_target
-
-    if plot.suffix.lower() != ".png":
-        raise OptionError(f"--plot {plot}: expected a name that ends in .png")
-    refuse_target(plot)
-    require_plotting()
 
 
 def _follow(run: Path, keys: Sequence[str], memory_bytes: int) -> Trend:
