@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.gpu.device import Device
+from benchmarks.rounds import within
 
 Report = Callable[
     ..., None
@@ -25,12 +26,6 @@ class Part:
     report: Report
 
     def rounds(self, most: int, deadline: float | None = None) -> Iterator[int]:
-        """Yields numbers of rounds while there is time for another, by the longest so far; at least one."""
-        deadline = self.deadline if deadline is None else deadline
-        longest = 0.0
-        for number in range(most):
-            begin = time.monotonic()
-            if number and begin + longest > deadline:
-                return
-            yield number
-            longest = max(longest, time.monotonic() - begin)
+        """Yields numbers of rounds while there is time for another."""
+        end = self.deadline if deadline is None else deadline
+        return within(most, end - time.monotonic())
