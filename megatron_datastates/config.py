@@ -227,14 +227,14 @@ class Options:
         "what a failed asynchronous save does on every rank: raise an error, which ends training, or log a "
         "warning and train on (default raise)",
     )
-    while_saving: Literal["wait", "skip", "refuse"] = _option(
+    while_saving: Literal["wait", "skip"] = _option(
         "wait",
-        _one_of("wait", "skip", "refuse"),
-        "wait|skip|refuse",
+        _one_of("wait", "skip"),
+        "wait|skip",
         "what happens to a save that starts while the previous one is unfinished: wait (for staging memory "
-        "only); skip it, and log how many were skipped (asynchronous saves in Megatron's training loop, but "
-        "not the last one of a run; all others wait); or refuse it, an error on every rank. The previous "
-        "save continues in any case (default wait)",
+        "only), or skip it, and log how many were skipped (asynchronous saves in Megatron's training loop, "
+        "but not the last one of a run; all others wait). The previous save continues in any case (default "
+        "wait)",
     )
     fallback: int = _option(
         0,

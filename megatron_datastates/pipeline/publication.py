@@ -107,7 +107,6 @@ class Publication:
         self._records_asked: PendingResult[bytes] | None = None
         self._indexes = IndexExchange(save, layouts)
         self._keep_file = False  # even if the save fails
-        self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned, self._why_abandoned = False, ""
         self.is_awaited = False  # the trainer does nothing but wait for this save
         # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
@@ -126,7 +125,7 @@ class Publication:
     @property
     def is_under_way(self) -> bool:
         """Returns whether the save began and is not over. Between polls the same on every rank."""
-        return self.outcome is Outcome.PENDING and not (self.refused or self._abandoned)
+        return self.outcome is Outcome.PENDING and not self._abandoned
 
     @property
     def state(self) -> State:

@@ -181,7 +181,7 @@ class Saver:
         publication.ended_callback = lambda: self._on_end(publication, far_published, origin)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
-            self._admit(publication)
+            save.saves_before = len(self._under_way())
             _check_iteration(context.iteration)
             plan, memory, state = self._plan(providers)
             if far_published is not None:
@@ -221,18 +221,6 @@ class Saver:
             self._keep_link(publication)
         if self.near is not None and far_published is not None:
             self.near.on_end(publication, far_published, origin)
-
-    def _admit(self, publication: Publication) -> None:
-        """Counts the unfinished saves; raises DataStatesError if the options allow none beside a new one."""
-        before = self._under_way()
-        publication.save.saves_before = len(before)
-        if before and self.options.while_saving == "refuse":
-            publication.refused = True
-            raise DataStatesError(
-                f"the save to {before[0].save.context.directory} is not finished, and "
-                "--datastates-while-saving refuse allows no second one: save less often, or choose wait or "
-                "skip"
-            )
 
     def unfinished_save(self) -> Path | None:
         """Returns the directory of the oldest save that is not finished; the same on all ranks."""

@@ -3,7 +3,6 @@
 import ctypes
 import fractions
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from saving_rank import (
 )
 
 from megatron_datastates.config import Options
-from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
@@ -221,41 +219,6 @@ def save_malicious(directory: str, marker: str, folder: str) -> None:
     save(Path(directory), sharded, trusting, "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), directory))
     report(folder, error=error, ran=Path(marker).is_dir())
-
-
-def save_while_saving(root: str, on_failure: str, folder: str) -> None:
-    """Starts a save that one rank writes slowly, a second one at once, and a third after both."""
-    rank, _ = join()
-    options = {"while_saving": "refuse", "on_failure": on_failure}
-    slow = {"write_limit": 2_000_000} if rank == 1 else {}
-    strategy = DataStatesSaveStrategy(options=Options.from_environment(options | slow))
-    first, second, third = (Path(root, name) for name in ("first", "second", "third"))
-    queue, error = AsyncCallsQueue(), None
-    for value, directory in enumerate([first, second]):
-        make_directory(directory)
-        request = dist_checkpointing.save(
-            state(value), str(directory), strategy, async_sharded_save=True, **MCORE_QUEUE
-        )
-        queue.schedule_async_request(request)
-        if rank == 0 and value == 0:
-            wait_for_durable(request.async_fn.publication)
-    while queue.get_num_unfinalized_calls():
-        try:
-            queue.maybe_finalize_async_calls(blocking=False)
-        except SaveFailedError as failed:
-            error = str(failed)
-            break
-    torch.distributed.barrier()
-    left = sorted(os.listdir(second))
-    assert_loads(first, 0)
-    save(third, state(2), strategy, "async")
-    assert_loads(third, 2)
-    report(folder, error=error, left=left, first=sorted(os.listdir(first)))
-
-
-def wait_for_durable(publication: Any) -> None:
-    while not publication.save.is_durable:  # ended by the job's time limit
-        time.sleep(0.01)
 
 
 def save_in_children(root: str, folder: str) -> None:

@@ -165,18 +165,3 @@ def test_state_with_a_hole_is_not_published(world: World, tmp_path: Path) -> Non
 def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path) -> None:
     reports = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:short,write:2:short", 1)
     assert [each["error"] for each in reports] == [None, None]
-
-
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
-def test_refused_save_is_refused_on_all_ranks(world: World, tmp_path: Path, on_failure: str) -> None:
-    """The save before it is done on one rank and slow on the other."""
-    reports = world.run("fault_ranks:save_while_saving", tmp_path, on_failure)
-    for each in reports:
-        if on_failure == "raise":
-            assert "rank 0: the save to" in each["error"] and "rank 1: the save to" in each["error"]
-            assert "--datastates-while-saving refuse" in each["error"]
-        else:
-            assert each["error"] is None
-        assert each["left"] == []
-        assert "datastates.manifest" in each["first"] and "metadata.json" in each["first"]
-    assert reports[0]["error"] == reports[1]["error"]

@@ -291,7 +291,7 @@ EXITS: dict[str, tuple[str, int, str, bool]] = {
         'c = start("c"); FENCE.wait("step")\npoll_until(c, lambda: c._published.is_set())', 0, "", True,
     ),
     "three at once": (
-        'start("c"); start("d"); start("e", while_saving="refuse"); start("f", write_limit=1)', 0, "", False,
+        'start("c"); start("d"); start("e"); start("f", write_limit=1)', 0, "", False,
     ),
     "exception": ('start("c"); raise RuntimeError("it broke")', 1, "RuntimeError: it broke", False),
     "sys.exit": ('start("c"); sys.exit(7)', 7, "", False),

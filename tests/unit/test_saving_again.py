@@ -309,63 +309,27 @@ def test_two_saves_under_way_are_both_published(saver, tmp_path):
 # -- a save before the previous one is finished -----------------------------------------------------------
 
 
-@pytest.fixture
-def refusing(tmp_path):
-    saver = new_saver(while_saving="refuse", report_file=str(tmp_path / "reports.jsonl"))
-    yield saver
-    saver.close()
-
-
 def lazy(tensors):
     return State(tensors, mutability=Mutability.AT_FENCE)
 
 
-def test_a_second_save_can_be_refused_and_the_first_is_untouched(refusing, tmp_path):
-    first = refusing.start(tmp_path / "first", lazy(fresh(0)))
-    second = refusing.start(tmp_path / "second", lazy(fresh(1)))
-    third = refusing.start(tmp_path / "third", lazy(fresh(2)))
-    FENCE.wait("the step")
-    for refused in (third, second):
-        assert refused.wait() is Outcome.FAILED
-        assert (
-            f"the save to {tmp_path / 'first'} is not finished, and --datastates-while-saving refuse allows"
-            in (refused.error)
-        )
-        assert not refused.save.context.directory.exists()
-    assert first.wait() is Outcome.PUBLISHED
-    assert stored(tmp_path / "first") == wanted(fresh(0))
-    reports = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
-    assert [(r["state"], r["saves_before"]) for r in reports] == [
-        ("failed", 1),
-        ("failed", 1),
-        ("published", 0),
-    ]
-
-
-def test_a_refused_save_stands_in_nobodys_way(refusing, tmp_path):
-    """Its failure is not agreed yet; the save before it is over."""
-    first = refusing.start(tmp_path / "first", lazy(fresh(0)))
-    refused = refusing.start(tmp_path / "refused", lazy(fresh(1)))
-    first.wait()
-    assert save(refusing, tmp_path / "next", fresh(2)).outcome is Outcome.PUBLISHED
-    assert refused.wait() is Outcome.FAILED
-
-
-@pytest.mark.parametrize("end", ["failed", "abandoned"])
-def test_a_save_that_is_over_stands_in_nobodys_way(tmp_path, end):
-    saver = new_saver(while_saving="refuse", faults="write:1:EIO" if end == "failed" else "")
+@pytest.mark.parametrize("end", ["published", "failed", "abandoned"])
+def test_a_save_that_is_over_is_not_unfinished(tmp_path, end):
+    saver = new_saver(faults="write:1:EIO" if end == "failed" else "")
     first = saver.start(tmp_path / "first", lazy(fresh(0)))
+    assert saver.unfinished_save() == tmp_path / "first"
     first.abandon("the queue was aborted") if end == "abandoned" else first.wait()
-    assert save(saver, tmp_path / "next", fresh(2)).outcome is Outcome.PUBLISHED
+    assert saver.unfinished_save() is None
     saver.close()
 
 
-def test_a_save_that_failed_on_this_rank_alone_is_still_under_way(refusing, tmp_path):
+def test_a_save_that_failed_on_this_rank_alone_is_unfinished(saver, tmp_path):
     """Other ranks know nothing of it before the agreement, and have to decide alike."""
-    first = refusing.start(tmp_path / "first", lazy(fresh(0)))
+    first = saver.start(tmp_path / "first", lazy(fresh(0)))
     first.save.fail(OSError("here only"))
-    assert save(refusing, tmp_path / "second", fresh(1)).outcome is Outcome.FAILED
-    assert "here only" in first.error if first.wait() is Outcome.FAILED else False
+    assert saver.unfinished_save() == tmp_path / "first"
+    assert first.wait() is Outcome.FAILED and "here only" in first.error
+    assert saver.unfinished_save() is None
 
 
 def test_a_save_that_waits_for_slots_says_how_long_and_what_was_unfinished(tmp_path, caplog):
