@@ -8,6 +8,7 @@ forever. Objects of object stores are opened here, too (stores.py).
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -179,3 +180,17 @@ def require_utf8(path: Path) -> None:
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def lock(descriptor: int) -> bool:
+    """Locks an open file or directory until it is closed; returns False if another holder has it.
+
+    Returns True, too, where the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -16,12 +16,11 @@ from megatron_datastates.convert.sources.pickles import load_pickle
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
-from megatron_datastates.providers.members import find_members
+from megatron_datastates.providers.members import PICKLE, find_members
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source
 
-_PICKLE = "data.pkl"
 _PLAIN = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("builtins", "set"): set,
@@ -97,9 +96,9 @@ def parallel_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 def _common_state(data: bytes, where: str) -> Mapping[Any, Any]:
     try:
-        member = find_members(io.BytesIO(data))[_PICKLE]
+        member = find_members(io.BytesIO(data))[PICKLE]
         content = data[member.offset : member.offset + member.size]
-        member.check(content, _PICKLE)
+        member.check(content, PICKLE)
     except FormatError as error:
         raise FormatError(f"{where} is damaged: {error}") from error
     found = load_pickle(_InertUnpickler, content, io.BytesIO(content), where)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import secrets
 import tempfile
@@ -51,7 +50,15 @@ from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError, OptionError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, Status, is_object, names_in, read_regular, status_of
+from megatron_datastates.files import (
+    DOCUMENT_BYTES,
+    Status,
+    is_object,
+    lock,
+    names_in,
+    read_regular,
+    status_of,
+)
 from megatron_datastates.format.directory import BACKEND, INTEGRITY_NAME, JOURNAL_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_optimizer_map, save_id_in_name
 from megatron_datastates.pipeline.runs.runs import stored_bytes
@@ -277,14 +284,10 @@ def _locked_journal(directory: Path) -> Iterator[None]:
     path = directory / JOURNAL_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(descriptor):
             raise StorageError(
                 f"another call is rewriting {directory}: wait until it has finished, or stop it"
-            ) from None
-        except OSError:  # this file system has no locks
-            pass
+            )
         if os.fstat(descriptor).st_nlink == 0:
             raise StorageError(f"another call has just rewritten {directory}: call again")
         yield

@@ -6,7 +6,6 @@ What no conversion of the same source makes is never deleted.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import StorageError
+from megatron_datastates.files import lock
 from megatron_datastates.format.directory import is_of_a_format
 
 
@@ -32,14 +32,10 @@ def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[
     """
     descriptor = _open(path)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(descriptor):
             raise StorageError(
                 f"another conversion is making {_target_of(path)}: wait until it has finished, or stop it"
-            ) from None
-        except OSError:  # this file system has no locks
-            pass
+            )
         _empty(path, other_names)
         try:
             yield

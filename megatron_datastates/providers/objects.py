@@ -29,14 +29,13 @@ from megatron_datastates.providers.megatron_classes import (
     MegatronClassError,
     import_megatron,
 )
-from megatron_datastates.providers.members import Member, find_members
+from megatron_datastates.providers.members import PICKLE, Member, find_members
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
 from megatron_datastates.providers.unpickling import FilledError, Unpickler
 
 logger = logging.getLogger(__name__)
-_PICKLE = "data.pkl"
 _BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
 _NOT_SAVED = "was not saved, as no load would accept it"
 REMEDIES = (
@@ -309,14 +308,14 @@ class _Archive:
 
     def execute(self, **how: Any) -> Any:
         """Returns the object or, in a dry run, placeholders. Arguments and errors are Unpickler's."""
-        member = self._members[_PICKLE]
-        member.check(self._view(member), _PICKLE)
+        member = self._members[PICKLE]
+        member.check(self._view(member), PICKLE)
         stream = io.BytesIO(self._data)  # shares the bytes, copies none
         stream.seek(member.offset)
         storages = self._placeholder if how.get("dry_run") else self._storage
         value = Unpickler(stream, storages, **how).load()
         if stream.tell() > member.offset + member.size:
-            raise FormatError(f"its {_PICKLE} runs past its end")
+            raise FormatError(f"its {PICKLE} runs past its end")
         torch._utils._validate_loaded_sparse_tensors()
         return value
 

@@ -400,20 +400,30 @@ class _OnDevice(Generic[T]):
         return self._found[0]
 
 
-class _Rounds:
-    """Rows of a rank each, in rounds. To be read once, on any thread; what was read is dropped."""
+class _Arriving:
+    """What is in page-locked memory once an event is over."""
 
-    def __init__(self, rounds: list[torch.Tensor], sizes: Sequence[int], done: Event) -> None:
-        self._rounds, self._sizes, self._done = rounds[::-1], sizes, done
-        self._is_over = False
+    def __init__(self, done: Event) -> None:
+        self._done, self._is_over = done, False
 
     def is_over(self) -> bool:
         self._is_over = self._is_over or self._done.is_over()
         return self._is_over
 
-    def result(self) -> list[bytes]:
+    def _await(self) -> None:
         if not self._is_over:
             self._done.synchronize()
+
+
+class _Rounds(_Arriving):
+    """Rows of a rank each, in rounds. To be read once, on any thread; what was read is dropped."""
+
+    def __init__(self, rounds: list[torch.Tensor], sizes: Sequence[int], done: Event) -> None:
+        super().__init__(done)
+        self._rounds, self._sizes = rounds[::-1], sizes
+
+    def result(self) -> list[bytes]:
+        self._await()
         found = [bytearray() for _ in self._sizes]
         while self._rounds:
             rows = self._rounds.pop().numpy().reshape(len(found), -1)
@@ -423,18 +433,13 @@ class _Rounds:
         return [bytes(found.pop()) for _ in self._sizes]
 
 
-class _Received:
+class _Received(_Arriving):
     """Bytes that rank 0 has sent. To be read once, on any thread."""
 
     def __init__(self, held: torch.Tensor, done: Event) -> None:
-        self._held, self._done = held, done
-        self._is_over = False
-
-    def is_over(self) -> bool:
-        self._is_over = self._is_over or self._done.is_over()
-        return self._is_over
+        super().__init__(done)
+        self._held = held
 
     def result(self) -> bytes:
-        if not self._is_over:
-            self._done.synchronize()
+        self._await()
         return self._held.numpy().tobytes()
