@@ -164,9 +164,13 @@ def test_cat_writes_part_by_part(tmp_path, monkeypatch):
 
 def test_cat_leaves_no_file_where_it_fails(checkpoint, tmp_path):
     (tmp_path / "there.npy").write_text("mine")
-    assert "exists already" in refused("cat", checkpoint, "scalar", "--out", tmp_path / "there.npy")
+    assert "exists: choose another target" in refused(
+        "cat", checkpoint, "scalar", "--out", tmp_path / "there.npy"
+    )
     assert (tmp_path / "there.npy").read_text() == "mine"
-    assert "No such file" in refused("cat", checkpoint, "scalar", "--out", tmp_path / "no" / "t.npy")
+    assert "is not a directory: create it" in refused(
+        "cat", checkpoint, "scalar", "--out", tmp_path / "no" / "t.npy"
+    )
     path = data_files(checkpoint)[0]
     data = bytearray(path.read_bytes())
     data[4100] ^= 1

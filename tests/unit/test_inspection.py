@@ -226,7 +226,7 @@ BAD = [
     ("show {checkpoint} 'nothing*' --optimizer", "matches 'nothing*'"),
     ("show {golden} --optimizer", "no optimizer map"),
     ("cat {empty} key", "no"),
-    ("cat {checkpoint} decoder.weight --out .", "exists already"),
+    ("cat {checkpoint} decoder.weight --out .", "exists: choose another target"),
     ("cat {checkpoint} decoder.weight --jsn", "'--jsn' is not a slice"),
     ("cat {checkpoint} nothing", "no tensor or object 'nothing'"),
     ("cat {checkpoint} common_state", "(it has 'common_state/shard_0_1')"),

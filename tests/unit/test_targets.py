@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_datastates.convert.sinks.target import publish_on_exit
 from tests.unit import hf_models
 from tests.unit.command import run
 from tests.unit.trained import STACKED, save_run_of
@@ -49,3 +50,16 @@ def test_a_target_within_a_checkpoint_is_refused(words: tuple[str, ...], places:
     code, _, said = run(*(word.format(texts["0"], texts["1"], **texts) for word in words))
     assert code in (1, 2) and "lies inside" in said, said
     assert listing() == before
+
+
+def test_of_two_calls_in_processes_of_one_number_none_removes_what_the_other_makes(tmp_path: Path) -> None:
+    """As in two containers with one directory, where process numbers repeat."""
+    target = tmp_path / "out"
+    with publish_on_exit(target) as first:
+        first.mkdir()
+        (first / "file").write_text("first")
+        with pytest.raises(KeyboardInterrupt), publish_on_exit(target) as second:
+            second.mkdir()
+            raise KeyboardInterrupt
+    assert (target / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

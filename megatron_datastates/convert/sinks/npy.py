@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +11,9 @@ import numpy as np
 import torch
 
 from megatron_datastates.convert.contents import Content, convert_dtype
-from megatron_datastates.convert.sinks.target import refuse_inside_checkpoint
+from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.slices import Slice
 from megatron_datastates.convert.statistics import PART_BYTES
-from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import cut_box
@@ -48,33 +45,21 @@ def write_npy(
         progress: called with the number of bytes of the tensor read since the last call.
 
     Raises:
-        StorageError: `path` exists, lies inside a checkpoint, or cannot be written; there is no partial file
-            then.
+        StorageError, OSError: `path` exists, lies inside a checkpoint, or cannot be written; there is no
+            partial file then.
         DataStatesError: the tensor cannot be read.
     """
-    refuse_inside_checkpoint(path)
     target = dtype or dtype_for_numpy(torch_dtype(content.dtype, content.key))
     item = element_bytes(content.dtype)
-    # A unique name, because another process may be writing the same file.
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        if os.path.lexists(path):
-            raise FileExistsError(None, "it exists already; remove it or choose another name")
-        with temporary.open("xb") as file:
-            array = {"descr": np.lib.format.dtype_to_descr(torch.empty(0, dtype=target).numpy().dtype)}
-            shape = {"fortran_order": False, "shape": wanted.kept_shape}
-            np.lib.format.write_array_header_1_0(file, array | shape)
-            size = file.tell() + math.prod(wanted.shape) * target.itemsize
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, before anything is read
-            for offset, lengths in cut_box(wanted.offset, wanted.shape, PART_BYTES // item):
-                values = content.read(offset, lengths)
-                values = values.view(target) if dtype is None else convert_dtype(values, dtype, content.key)
-                file.write(values.contiguous().numpy().data)
-                progress(math.prod(lengths) * item)
-        os.link(temporary, path)
-    except OSError as error:
-        raise StorageError(f"{path} was not written: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with publish_on_exit(path) as temporary, temporary.open("xb") as file:
+        array = {"descr": np.lib.format.dtype_to_descr(torch.empty(0, dtype=target).numpy().dtype)}
+        shape = {"fortran_order": False, "shape": wanted.kept_shape}
+        np.lib.format.write_array_header_1_0(file, array | shape)
+        size = file.tell() + math.prod(wanted.shape) * target.itemsize
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, before anything is read
+        for offset, lengths in cut_box(wanted.offset, wanted.shape, PART_BYTES // item):
+            values = content.read(offset, lengths)
+            values = values.view(target) if dtype is None else convert_dtype(values, dtype, content.key)
+            file.write(values.contiguous().numpy().data)
+            progress(math.prod(lengths) * item)
     return target

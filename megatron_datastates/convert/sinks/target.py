@@ -121,7 +121,9 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
                 refuse_target(target)
                 _upload(temporary, target)
         return
-    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    # Unique also across machines and containers, which share directories and repeat process numbers: what a
+    # failed call removes must be its own.
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
     with made_parents(target), named_as(temporary, target):
         try:
             yield temporary
