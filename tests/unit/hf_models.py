@@ -68,8 +68,11 @@ def state(stored: argparse.Namespace, *, apart: bool = False) -> dict[str, torch
         elif apart:
             own = name.replace(EXPERTS, f"{EXPERTS}{place.expert}.") if place.expert is not None else name
             key = f"{LAYERS}{place.layer}.{own}"
-            halves = dict(zip((f"{key}_w", f"{key}_v"), tensor.chunk(2), strict=True))
-            found |= halves if a.swiglu and len(made) == 2 else {key: tensor}
+            is_gated = a.swiglu and len(made) == 2
+            parts = (
+                zip((f"{key}_w", f"{key}_v"), tensor.chunk(2), strict=True) if is_gated else [(key, tensor)]
+            )
+            found |= dict(parts)
         else:
             found.setdefault(LAYERS + name, {}).setdefault(place.layer, []).append(tensor)
     return {key: _stack(one) if isinstance(one, dict) else one for key, one in found.items()}

@@ -5,3 +5,4 @@ the one is made of rows of a tensor of the other (tensors.py).
 """
 
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"  # values of Megatron's --transformer-impl
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes of weights

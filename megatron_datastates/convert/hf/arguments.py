@@ -55,6 +55,13 @@ PLAIN: Mapping[str, Any] = {
     "window_size": None,
 }
 
+# Other values that change nothing.
+_ALSO_PLAIN: Mapping[str, Any] = {
+    "moe_router_num_groups": 1,  # without moe_router_group_topk, which is looked at, too
+    "moe_router_topk_scaling_factor": 1.0,
+    "mtp_num_layers": 0,
+}
+
 # Tokenizers that have --vocab-size words; others count for themselves. None: an imported model.
 _SIZED_BY_ARGUMENT = (None, "NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
 
@@ -102,9 +109,13 @@ class Arguments:
         epsilon: Any = self.norm_epsilon
         if not isinstance(epsilon, int | float) or not 0 <= epsilon < 1:
             raise FormatError(f"norm_epsilon is {epsilon!r}, expected a number from 0 to 1")
-        sizes = [field.name for field in dataclasses.fields(self) if field.type == "int"]
+        fields = dataclasses.fields(self)
+        sizes = [field.name for field in fields if field.type == "int"]
+        sizes += [
+            one.name for one in fields if one.type == "int | None" and getattr(self, one.name) is not None
+        ]
         if self.num_experts is not None:
-            sizes += ["num_experts", "moe_ffn_hidden_size"]
+            sizes.append("moe_ffn_hidden_size")
         for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or value < (name != "vocab_size"):
@@ -113,6 +124,11 @@ class Arguments:
             raise FormatError(
                 f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
                 f"{self.num_query_groups}, the number of query groups"
+            )
+        if self.num_experts is not None and self.moe_router_topk > self.num_experts:
+            raise FormatError(
+                f"moe_router_topk is {self.moe_router_topk}, expected at most {self.num_experts}, the number "
+                "of experts"
             )
 
     @property
@@ -126,10 +142,12 @@ def unusual(stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     found = {
         name: (stored[name], plain)
         for name, plain in PLAIN.items()
-        if name in stored and stored[name] != plain and not (plain is False and stored[name] is None)
+        if name in stored
+        and stored[name] not in (plain, _ALSO_PLAIN.get(name, plain))
+        and not (plain is False and stored[name] is None)
     }
-    balancing = stored.get("moe_router_load_balancing_type") or ""
-    if "sinkhorn" in balancing:
+    balancing = stored.get("moe_router_load_balancing_type")  # one, or a list of some
+    if "sinkhorn" in str(balancing):
         found["moe_router_load_balancing_type"] = (balancing, "aux_loss")
     return found
 
@@ -160,14 +178,14 @@ def settle(stored: Mapping[str, Any], vocab_size: int = 0) -> Arguments:
         vocab_size=vocab_size or _vocab_size(stored),
         untie_embeddings_and_output_weights=bool(get("untie_embeddings_and_output_weights")),
         normalization=str(get("normalization", "LayerNorm")),
-        norm_epsilon=float(get("layernorm_epsilon", get("norm_epsilon", 1e-5))),
+        norm_epsilon=get("layernorm_epsilon", get("norm_epsilon", 1e-5)),
         position_embedding_type="rope"
         if get("use_rotary_position_embeddings")
         else str(get("position_embedding_type", "learned_absolute")),
         rotary_base=get("rotary_base", 10000),
         rotary_seq_len_interpolation_factor=get("rotary_seq_len_interpolation_factor"),
         use_rope_scaling=bool(get("use_rope_scaling")),
-        rope_scaling_factor=float(get("rope_scaling_factor", 8.0)),
+        rope_scaling_factor=get("rope_scaling_factor", 8.0) if get("use_rope_scaling") else 8.0,
         swiglu=gated,
         squared_relu=squared,
         bias_gelu_fusion=bool(get("bias_gelu_fusion")) and bias and not (gated or squared),
@@ -185,8 +203,8 @@ def settle(stored: Mapping[str, Any], vocab_size: int = 0) -> Arguments:
     )
 
 
-def _number(stored: Mapping[str, Any], name: str) -> int:
-    value = stored.get(name)
+def _number(stored: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = stored.get(name, default)
     if not isinstance(value, int) or value < 1:
         raise FormatError(f"the stored argument {name} is {value!r}, expected a positive number")
     if name in ("num_layers", "num_attention_heads") and value > MOST_LAYERS:
@@ -198,8 +216,11 @@ def _layers_with_experts(frequency: Any, layers: int) -> tuple[int, ...]:
     """Returns, by layer, 1 where it has experts, as get_gpt_decoder_layer_specs chooses them."""
     if isinstance(frequency, int) and frequency > 0:
         return tuple(int(n % frequency == 0) for n in range(layers))
-    if not isinstance(frequency, list) or len(frequency) != layers:
-        raise FormatError(f"the stored argument moe_layer_freq is {frequency!r}, expected {layers} numbers")
+    if not isinstance(frequency, list) or len(frequency) != layers or any(n not in (0, 1) for n in frequency):
+        raise FormatError(
+            f"the stored argument moe_layer_freq is {frequency!r}, expected a number, or {layers} that are "
+            "0 or 1"
+        )
     return tuple(map(int, frequency))
 
 
@@ -210,8 +231,10 @@ def _vocab_size(stored: Mapping[str, Any]) -> int:
         return 0
     if stored.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in stored:
         size += 1  # before 0.19 it added a token to end documents
-    multiple = stored.get("make_vocab_size_divisible_by", 1) * stored.get("tensor_model_parallel_size", 1)
-    return size if padded is None or size <= padded < size + multiple else 0
+    multiple = _number(stored, "make_vocab_size_divisible_by", 1)
+    multiple *= _number(stored, "tensor_model_parallel_size", 1)
+    fits = isinstance(padded, int) and size <= padded < size + multiple
+    return size if padded is None or fits else 0
 
 
 def command_line(a: Arguments) -> list[str]:

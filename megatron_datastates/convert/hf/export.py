@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from megatron_datastates.convert.contents import convert_dtype
+from megatron_datastates.convert.hf import FLOATS
 from megatron_datastates.convert.hf.arguments import Arguments, settle
-from megatron_datastates.convert.hf.families import Family, config_json, family_of
+from megatron_datastates.convert.hf.config_json import config_json
+from megatron_datastates.convert.hf.families import Family, family_of
 from megatron_datastates.convert.hf.tensors import EMBEDDING, EXPERTS, LAYERS, Place, Rows, entries
 from megatron_datastates.convert.parts import is_weight
 from megatron_datastates.convert.sinks.safetensors import Exported, ReadBox
@@ -32,7 +34,6 @@ from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import cut_box
 
 CONFIG_NAME = "config.json"
-FLOATS = ("float32", "bfloat16", "float16")
 # What tokenizers save; other files of a model's folder, such as its weights, are not copied.
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
@@ -137,6 +138,12 @@ def read_model(source: Source, *, dtype: str = "", vocab_size: int = 0) -> Model
     finder.require_all_used(family)
     if arguments.apply_layernorm_1p:
         notes.append("norms: 1 was added to their weights, which Megatron stores without it")
+    capacity = stored.get("moe_expert_capacity_factor")
+    if arguments.num_experts and capacity is not None:
+        notes.append(
+            f"experts: with --moe-expert-capacity-factor {capacity}, Megatron drops tokens of an expert that "
+            "has too many; transformers drops none"
+        )
     main = dtype or source.tensors[EMBEDDING].dtype
     return Model(family, arguments, main, tensors, notes)
 

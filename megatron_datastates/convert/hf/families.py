@@ -1,7 +1,8 @@
 """The architectures that are known: what Megatron's arguments and config.json say about each.
 
 A family is a table: the arguments that it needs, and how they are written to config.json and read from it.
-`read` and `config` are each other's inverses. Where its weights go is in tensors.py.
+`read` and `config` are each other's inverses. What they have in common for rotary embeddings is in rope.py;
+where a model's weights go, in tensors.py.
 """
 
 from __future__ import annotations
@@ -10,40 +11,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_datastates.convert.hf.arguments import MOST_LAYERS, Arguments, unusual
-from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.convert.hf.arguments import Arguments, unusual
+from megatron_datastates.convert.hf.rope import Config, read_rope, rope_config, rope_needs
+from megatron_datastates.errors import UnsupportedFormatError
 
-Config = dict[str, Any]
-_ABSENT = object()  # in place of the value of a member that config.json must not have
+ABSENT = object()  # in place of the value of a member that config.json must not have
 SOME = "a number"  # what a family needs, whatever it is
-
-# Members of config.json that change no result of the model, or only the training.
-_NEUTRAL = {
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "bos_token_id",
-    "chunk_size_feed_forward", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id",
-    "gradient_checkpointing", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
-    "layer_types", "max_window_layers", "model_type", "n_ctx", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
-    # Read whole by the tables, however they are written:
-    "activation_function", "decoder_sparse_step", "head_dim", "mlp_only_layers", "n_inner",
-    "num_key_value_heads", "rope_parameters", "rope_scaling", "rope_theta", "vocab_size",
-}  # fmt: skip
-# Others that no family's table lists: what they must be, if they are there.
-_NEEDED: Mapping[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "qkv_bias": (True,),
-    "reorder_and_upcast_attn": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "scale_attn_weights": (True,),
-    "sliding_window": (None, 0),
-    "use_mrope": (False,),
-    "use_sliding_window": (False, None),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,50 +39,13 @@ class Family:
         }
 
 
-def _rope(a: Arguments) -> Config:
-    scaling: Config | None = None
-    if a.use_rope_scaling:  # Megatron fixes all but the factor
-        scaling = {"rope_type": "llama3", "factor": a.rope_scaling_factor, "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-    elif a.rotary_seq_len_interpolation_factor:
-        scaling = {"rope_type": "linear", "factor": float(a.rotary_seq_len_interpolation_factor)}
-    return {"rope_theta": float(a.rotary_base), "rope_scaling": scaling}
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or value % 1 != 0:
-        raise UnsupportedFormatError(
-            f"config.json: {name} is {value!r}: Megatron takes whole numbers above 0"
-        )
-    return int(value)
-
-
-def _read_rope(config: Config) -> Mapping[str, Any]:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise FormatError(f"config.json: rope_scaling is {scaling!r}, expected an object")
-    base: Any = scaling.get("rope_theta", config.get("rope_theta", config.get("_default_rope_theta", 10000)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    found: dict[str, Any] = {"rotary_base": _whole("rope_theta", base)}
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    known = scaling.keys() <= {"rope_theta", "rope_type", "type", "factor", *fixed}
-    if kind == "default" and known:
-        return found
-    if kind == "linear" and known:
-        factor = _whole("the factor of rope_scaling", scaling["factor"])
-        return found | {"rotary_seq_len_interpolation_factor": factor}
-    if kind == "llama3" and known and all(scaling.get(name) == value for name, value in fixed.items()):
-        return found | {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-    raise UnsupportedFormatError(
-        f"config.json: Megatron has no rotary embeddings with rope_scaling {scaling!r}: expected linear, or "
-        f"llama3 with {fixed}"
-    )
-
-
 def _llama_like(a: Arguments) -> Mapping[str, Any]:
-    needs: dict[str, Any] = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True}
-    # pretrain_gpt.py ignores --rope-scaling-factor (seen up to 0.19): the model is trained with 8.
-    return needs | ({"rope_scaling_factor": 8.0} if a.use_rope_scaling else {})
+    return {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        **rope_needs(a),
+    }
 
 
 def _dense(a: Arguments) -> Mapping[str, Any]:
@@ -136,7 +72,7 @@ def _common_config(a: Arguments) -> Config:
         "max_position_embeddings": a.max_position_embeddings,
         "rms_norm_eps": a.norm_epsilon,
         "tie_word_embeddings": not a.untie_embeddings_and_output_weights,
-        **_rope(a),
+        **rope_config(a),
     }
 
 
@@ -155,7 +91,7 @@ def _read_common(config: Config) -> dict[str, Any]:
         "norm_epsilon": config["rms_norm_eps"],
         "position_embedding_type": "rope",
         "swiglu": True,
-        **_read_rope(config),
+        **read_rope(config),
     }
 
 
@@ -216,7 +152,7 @@ def _read_qwen_moe(config: Config) -> dict[str, Any]:
     dense = config.get("mlp_only_layers") or []
     layers = range(common["num_layers"])
     return common | {
-        "num_experts": config["num_experts"],
+        "num_experts": config["num_local_experts" if "num_local_experts" in config else "num_experts"],
         "moe_layer_freq": tuple(int(n not in dense and (n + 1) % step == 0) for n in layers),
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_router_topk": config["num_experts_per_tok"],
@@ -364,12 +300,6 @@ FAMILIES = (
     ),
     Family("gpt2", "GPT2LMHeadModel", _gpt2_needs, _gpt2_config, _read_gpt2),
 )
-# Other names of an architecture in config.json.
-_SAME_AS = {"mistral": "llama"}
-# What tables are made as long as.
-_COUNTS = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads")
-_DIVISORS = ("num_attention_heads", "n_head")  # of the hidden size
-_DEFAULT_ROPE_THETA = {"mixtral": 1000000}
 
 
 def family_of(a: Arguments, stored: Mapping[str, Any]) -> Family:
@@ -382,68 +312,13 @@ def family_of(a: Arguments, stored: Mapping[str, Any]) -> Family:
     known = ", ".join(family.model_type for family in FAMILIES)
     raise UnsupportedFormatError(
         f"unknown architecture; known are {known}. The model differs from {nearest.model_type} in "
-        f"its arguments: {_text(differing)}"
+        f"its arguments: {differences_text(differing)}"
     )
 
 
-def _text(differing: Mapping[str, tuple[Any, Any]]) -> str:
+def differences_text(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns, for a message, what was found in place of what."""
     return ", ".join(
-        f"{name} is {found!r}, {'and must be left out' if needed is _ABSENT else f'not {needed!r}'}"
-        for name, (found, needed) in differing.items()
+        f"{name} is {found!r}, {'and must be left out' if expected is ABSENT else f'not {expected!r}'}"
+        for name, (found, expected) in differing.items()
     )
-
-
-def config_json(family: Family, a: Arguments, dtype: str) -> Config:
-    """Returns what config.json says, with the names that transformers 4 and 5 read.
-
-    No special tokens: those of the tokenizer are not known here, and a default would be another model's.
-    """
-    start = {"architectures": [family.architecture], "model_type": family.model_type}
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return start | family.config(a) | {"vocab_size": a.vocab_size, **tokens, "torch_dtype": dtype}
-
-
-def read_config(config: Config) -> tuple[Family, Arguments]:
-    """Returns the family and the arguments that config.json describes.
-
-    Raises:
-        UnsupportedFormatError: it describes a model that is not known; the message has what differs.
-        FormatError: it is damaged.
-    """
-    kind = config.get("model_type")
-    family = next((one for one in FAMILIES if one.model_type == _SAME_AS.get(str(kind), kind)), None)
-    if family is None:
-        known = ", ".join([*(one.model_type for one in FAMILIES), *_SAME_AS])
-        raise UnsupportedFormatError(
-            f"config.json: model_type is {kind!r}, which is not known: expected one of {known}"
-        )
-    for name in _COUNTS:
-        if isinstance(config.get(name), int) and config[name] > MOST_LAYERS:
-            raise FormatError(f"config.json: {name} is {config[name]}, expected at most {MOST_LAYERS}")
-    for name in _DIVISORS:
-        if config.get(name) == 0:
-            raise FormatError(f"config.json: {name} is 0, expected a positive integer")
-    default = {"_default_rope_theta": _DEFAULT_ROPE_THETA.get(family.model_type, 10000)}
-    try:
-        a = Arguments(**family.read(config | default), vocab_size=config["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"config.json lacks or mistakes a member: {error}") from error
-    differing = family.differences(a)
-    if differing:
-        raise UnsupportedFormatError(f"config.json describes a model that is not known: {_text(differing)}")
-    _refuse_differences(config, family.config(a))
-    return family, a
-
-
-def _refuse_differences(config: Config, ours: Config) -> None:
-    """Refuses members of config.json that the arguments do not say, or do not say so."""
-    differing: dict[str, tuple[Any, Any]] = {}
-    for name, value in config.items():
-        if name in _NEUTRAL:
-            continue
-        unused = name == "sliding_window" and not config.get("use_sliding_window", True)
-        expected = (ours[name],) if name in ours else _NEEDED.get(name, (_ABSENT,))
-        if value not in expected and not unused:
-            differing[name] = (value, expected[0])
-    if differing:
-        raise UnsupportedFormatError(f"config.json describes a model that is not known: {_text(differing)}")

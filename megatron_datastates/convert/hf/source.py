@@ -20,7 +20,7 @@ import torch
 
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
 from megatron_datastates.convert.hf.arguments import namespace
-from megatron_datastates.convert.hf.families import read_config
+from megatron_datastates.convert.hf.config_json import read_config
 from megatron_datastates.convert.hf.folder import Stored, find_tensors, read_config_json
 from megatron_datastates.convert.hf.tensors import EMBEDDING, LAYERS, Entry, Place, Rows, entries
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
