@@ -17,7 +17,6 @@ from megatron_datastates.convert.uploads import refuse_object_target
 from megatron_datastates.errors import FormatError, OptionError, StorageError
 from megatron_datastates.files import folders_in, is_object, require_utf8
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
-from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.plan.coverage import coverage_faults
 
 FORMATS = (DataStatesSink.format, TorchDistSink.format)
@@ -85,7 +84,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         raise StorageError(f"{target} is the source itself: choose another target")
     if f"{target.resolve()}/".startswith(f"{source.directory.resolve()}/"):
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
-    metadata_members(source.directory)
+    source.read_metadata()  # which a sink writes last; a damaged one is refused here
     _refuse_streams(source, format)
     _refuse_endless_links(source)
     _require_coverage(source)

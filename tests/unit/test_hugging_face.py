@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_datastates.convert.hf import export as exporter
+from megatron_datastates.convert.hf.run import import_model
+from megatron_datastates.convert.hf.source import HuggingFaceSource
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.planning import Plan
+from megatron_datastates.convert.sinks.sink import Progress
+from megatron_datastates.errors import StorageError
 from tests.unit.command import run
 from tests.unit.hf_models import GPT2, LLAMA, MIXTRAL, arguments, save, state
 from tests.unit.states import bits
@@ -206,6 +213,11 @@ def test_a_size_of_the_vocabulary_that_the_tokenizer_does_not_go_by_is_not_belie
     assert len(found["lm_head.weight"]) == 13
 
 
+def test_files_of_no_bytes_are_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "ck", arguments(LLAMA), state(arguments(LLAMA)))
+    assert "expected at least 1 byte" in refused(checkpoint, tmp_path / "hf", "--max-shard-size", "0")
+
+
 @pytest.mark.parametrize("options", [["--dtype", "float32"], ["--hf", "--stacked"], ["--hf", "--keys", "*"]])
 def test_options_that_do_not_go_together_are_refused(options: list[str], tmp_path: Path) -> None:
     code, _, err = run("export", tmp_path, tmp_path / "out", *options)
@@ -234,6 +246,16 @@ def folder(tmp_path: Path) -> Path:
     stored = arguments(LLAMA)
     exported(save(tmp_path / "ck", stored, state(stored)), tmp_path / "hf")
     return tmp_path / "hf"
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
+    """Writes a safetensors file again; `change` may change its header, and returns its data."""
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:end])
+    rest = change(header, data[end:])
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)
 
 
 def not_imported(folder: Path, run_directory: Path) -> str:
@@ -333,6 +355,51 @@ def test_damaged_files_are_refused(damage: Any, text: str, folder: Path, tmp_pat
     assert text in not_imported(folder, tmp_path / "run")
 
 
+def overlapping(header: dict[str, Any], data: bytes) -> bytes:
+    header["model.norm.weight"]["data_offsets"] = header["model.layers.0.input_layernorm.weight"][
+        "data_offsets"
+    ]
+    return data
+
+
+def after_a_gap(header: dict[str, Any], data: bytes) -> bytes:
+    for one in header.values():
+        if "data_offsets" in one:
+            one["data_offsets"] = [offset + 16 for offset in one["data_offsets"]]
+    return bytes(16) + data
+
+
+def as_integers(header: dict[str, Any], data: bytes) -> bytes:
+    for one in header.values():
+        if "dtype" in one:
+            one["dtype"] = "I16"
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (overlapping, "is damaged: a tensor begins at byte"),
+        (after_a_gap, "is damaged: a tensor begins at byte"),
+        (lambda header, data: data + b"rest", "and its last tensor ends at"),
+        (as_integers, "has dtype int16, expected one of float32, bfloat16, float16"),
+    ],
+)
+def test_files_that_the_library_refuses_and_integers_are_refused(
+    change: Any, text: str, folder: Path, tmp_path: Path
+) -> None:
+    rewritten(folder / "model.safetensors", change)
+    assert text in not_imported(folder, tmp_path / "run")
+
+
+def test_a_file_that_is_named_as_megatrons_metadata_is_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+    (folder / "metadata.json").write_text('{"model": "ours"}')
+    assert run("import", folder, tmp_path / "one")[0] == 0
+    assert "model" not in json.loads((tmp_path / "one/release/metadata.json").read_text())
+    (folder / "metadata.json").write_text("[1, 2]")
+    assert run("import", folder, tmp_path / "other")[0] == 0
+
+
 def test_an_index_that_leads_elsewhere_is_refused(folder: Path, tmp_path: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../ck/model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -365,6 +432,26 @@ def test_a_run_that_has_checkpoints_is_left_alone(folder: Path, tmp_path: Path) 
 def test_a_run_that_has_iterations_and_no_tracker_is_left_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run/iter_0000007").mkdir(parents=True)
     assert "has checkpoints, such as iter_0000007" in not_imported(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_training_that_begins_to_save_during_the_import_keeps_its_tracker(
+    tracked: bool, folder: Path, tmp_path: Path
+) -> None:
+    tracker = tmp_path / "run/latest_checkpointed_iteration.txt"
+
+    def start(plan: Plan) -> Progress:
+        (tmp_path / "run/iter_0000500").mkdir(parents=True)
+        if tracked:
+            tracker.write_text("500")
+        return lambda done: None
+
+    with (
+        HuggingFaceSource(folder) as source,
+        pytest.raises(StorageError, match="has iter_0000500, which anot"),
+    ):
+        import_model(source, tmp_path / "run", start=start)
+    assert tracker.read_text() == "500" if tracked else not tracker.exists()
 
 
 def test_an_import_that_lacks_only_its_tracker_is_named(folder: Path, tmp_path: Path) -> None:

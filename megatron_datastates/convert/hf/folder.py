@@ -38,6 +38,11 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Returns the size of all elements."""
+        return math.prod(self.shape) * element_bytes(self.dtype)
+
     def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Reads bytes [begin, begin + len(target)) of the tensor. Raises StorageError, OSError."""
         view, at = memoryview(target), self.offset + begin
@@ -130,13 +135,29 @@ def _tensors_of(path: Path) -> dict[str, Stored]:
             raise StorageError(f"{path}: the file is truncated: its header should have {size} bytes")
         try:
             header = json.loads(file.read(size))
-            return {
+            found = {
                 name: _stored(path, entry, 8 + size, file_bytes)
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise FormatError(f"{path} is damaged: {error}") from error
+    _require_no_gaps(path, found, 8 + size, file_bytes)
+    return found
+
+
+def _require_no_gaps(path: Path, found: Mapping[str, Stored], start: int, file_bytes: int) -> None:
+    """Raises FormatError unless each byte after the header is of one tensor, as the format asks."""
+    at = start
+    for one in sorted(found.values(), key=lambda one: (one.offset, one.bytes)):
+        if one.offset != at:
+            raise FormatError(
+                f"{path} is damaged: a tensor begins at byte {one.offset}, expected {at}, the end of the "
+                "previous one"
+            )
+        at += one.bytes
+    if at != file_bytes:
+        raise FormatError(f"{path} is damaged: it has {file_bytes} bytes, and its last tensor ends at {at}")
 
 
 def _stored(path: Path, entry: Mapping[str, Any], start: int, file_bytes: int) -> Stored:
@@ -145,10 +166,11 @@ def _stored(path: Path, entry: Mapping[str, Any], start: int, file_bytes: int) -
     sizes = (begin, end, *shape)
     if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in sizes):
         raise ValueError(f"offsets and sizes are {sizes}, expected numbers")
-    if end - begin != math.prod(shape) * element_bytes(dtype):
+    found = Stored(path, start + begin, dtype, shape)
+    if end - begin != found.bytes:
         raise ValueError(f"{end - begin} bytes do not hold a tensor of shape {shape}")
     if start + end > file_bytes:
         raise StorageError(
             f"{path}: the file is truncated: it has {file_bytes} bytes, expected {start + end}"
         )
-    return Stored(path, start + begin, dtype, shape)
+    return found

@@ -1,7 +1,8 @@
 """Imports a Hugging Face model folder as a run that training starts from.
 
 Protocol: the checkpoint is converted to RUN/release, which appears only once it is complete; then Megatron's
-tracker file is written, which names it. Megatron loads a release without its optimizer, at iteration 0.
+tracker file is written, which names it, unless a training has begun to save in RUN meanwhile. Megatron loads
+a release without its optimizer, at iteration 0.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def import_model(
         start: called with the plan before anything is written; returns the function to report progress to.
 
     Raises:
-        StorageError: the run has checkpoints or a tracker file, or cannot be read.
+        StorageError: the run has checkpoints or a tracker file, or got some meanwhile, or cannot be read.
         what plan_conversion and convert raise.
     """
     _refuse_checkpoints(run)
@@ -48,8 +49,19 @@ def import_model(
     ranks = max(1, math.ceil(total / _FILE_BYTES))
     plan = plan_conversion(source, run / RELEASE_NAME, format=format, ranks=ranks)
     convert(plan, limits, progress=start(plan))
+    _refuse_others(run)
     write_tracker(run / TRACKER_NAME, RELEASE_NAME.encode())
     return plan
+
+
+def _refuse_others(run: Path) -> None:
+    """Raises StorageError if a training has begun to save here: the tracker would set it back."""
+    others = [path.name for path in checkpoint_directories(run) if path.name != RELEASE_NAME]
+    if others or tracked_name(run) is not None or (run / TRACKER_NAME).exists():
+        raise StorageError(
+            f"{run} has {others[-1] if others else TRACKER_NAME}, which another program wrote during the "
+            f"import, so no tracker was written: remove {run / RELEASE_NAME}, and import to a new directory"
+        )
 
 
 def _refuse_checkpoints(run: Path) -> None:

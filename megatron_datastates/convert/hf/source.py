@@ -12,13 +12,13 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
+from megatron_datastates.convert.hf import FLOATS, LOCAL, TRANSFORMER_ENGINE
 from megatron_datastates.convert.hf.arguments import namespace
 from megatron_datastates.convert.hf.config_json import read_config
 from megatron_datastates.convert.hf.folder import Stored, find_tensors, read_config_json
@@ -233,6 +233,11 @@ class HuggingFaceSource(Source):
         stored = self._stored.get(rows.name) or self._stored.get(self._unprefixed(rows.name))
         if stored is None:
             raise FormatError(f"{self.directory} lacks {rows.name!r}, which its config.json asks for")
+        if stored.dtype not in FLOATS:
+            raise FormatError(
+                f"{self.directory}: {rows.name!r} has dtype {stored.dtype}, expected one of "
+                f"{', '.join(FLOATS)}"
+            )
         shape = (sum(count for _, count in rows.runs), *place.shape[1:])
         shape = shape[::-1] if rows.transposed else shape
         if stored.shape != shape:
@@ -264,6 +269,9 @@ class HuggingFaceSource(Source):
     @property
     def objects(self) -> Sequence[str]:
         return self._objects
+
+    def read_metadata(self) -> dict[str, Any]:
+        return {}  # a file of this name in the folder is not Megatron's
 
     @property
     def other_files(self) -> Sequence[str]:
@@ -323,9 +331,8 @@ class HuggingFaceSource(Source):
 def _is_same(one: Stored, other: Stored) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    size = math.prod(one.shape) * element_bytes(one.dtype)
-    for begin in range(0, size, _BLOCK_BYTES):
-        blocks = [np.empty(min(_BLOCK_BYTES, size - begin), np.uint8) for _ in range(2)]
+    for begin in range(0, one.bytes, _BLOCK_BYTES):
+        blocks = [np.empty(min(_BLOCK_BYTES, one.bytes - begin), np.uint8) for _ in range(2)]
         one.read_into(begin, blocks[0])
         other.read_into(begin, blocks[1])
         if not np.array_equal(blocks[0], blocks[1]):

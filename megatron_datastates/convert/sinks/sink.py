@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.format.directory import METADATA_NAME
-from megatron_datastates.pipeline.runs.runs import metadata_members
 
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[int], None]  # called with the number of bytes done since the last call; raises to stop
@@ -64,8 +63,7 @@ class Sink(ABC):
 
     def write_metadata(self) -> None:
         """Writes Megatron's metadata.json: that of the source, with this format."""
-        config = metadata_members(self.source.directory)
-        config |= {"sharded_backend": self.format, "sharded_backend_version": 1}
+        config = self.source.read_metadata() | {"sharded_backend": self.format, "sharded_backend_version": 1}
         write_synced(self.directory / METADATA_NAME, json.dumps(config).encode())
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megatron_datastates.errors import MissingKeyError
 from megatron_datastates.files import folders_in
 from megatron_datastates.format.values import Fragment
+from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.plan.coverage import StoredBoxes
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ class Source(ABC):
     @abstractmethod
     def other_files(self) -> Sequence[str]:
         """Returns the names of the checkpoint's other files, such as `common.pt` before Megatron 0.19."""
+
+    def read_metadata(self) -> dict[str, Any]:
+        """Returns the members of Megatron's metadata.json. Raises FormatError, OSError."""
+        return metadata_members(self.directory)
 
     def other_path(self, name: str) -> Path:
         """Returns where one of the other files is."""
