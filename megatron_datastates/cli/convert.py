@@ -128,7 +128,7 @@ def convert(
     Example: datastates convert runs/gpt/iter_0001000 stock/iter_0001000 --optimizer fully-reshardable
 
     \b
-    Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
+    Example: torchrun --nproc-per-node 8 -m megatron_datastates convert runs/gpt converted --all --memory 4GiB
     """
     try:
         if every and iteration is not None:

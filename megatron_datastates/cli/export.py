@@ -107,17 +107,17 @@ def export(
     """
     try:
         directory = checkpoint_of(directory, iteration)
+        shard_bytes = parse_size("--max-shard-size", max_shard_size)
+        if shard_bytes < 1:
+            raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
         if hf or dtype or vocab_size or tokenizer:
-            wanted = Wanted(dtype, vocab_size, tokenizer, max_shard_size, memory, as_json)
+            wanted = Wanted(dtype, vocab_size, tokenizer, shard_bytes, memory, as_json)
             export_to_hugging_face(directory, target, wanted, possible=hf and not (keys or stacked))
             return
         from megatron_datastates.convert.open import open_source
         from megatron_datastates.convert.sinks.safetensors import choose_weights
         from megatron_datastates.convert.sinks.safetensors import export as export_weights
 
-        shard_bytes = parse_size("--max-shard-size", max_shard_size)
-        if shard_bytes < 1:
-            raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
         source = _with_states(open_source(directory), keys)
         weights = choose_weights(source, keys, stacked=stacked)
         with progress_bar("exporting") as progress:

@@ -20,7 +20,6 @@ from megatron_datastates.cli.shared import (
     json_option,
     note,
     parse_memory,
-    parse_size,
     progress_bar,
     say,
     say_as_is,
@@ -43,7 +42,7 @@ class Wanted:
     dtype: str
     vocab_size: int
     tokenizer: Path | None
-    max_shard_size: str
+    shard_bytes: int  # of a file, at most
     memory: str
     as_json: bool
 
@@ -70,7 +69,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
             target,
             model,
             tokenizer=wanted.tokenizer,
-            shard_bytes=parse_size("--max-shard-size", wanted.max_shard_size),
+            shard_bytes=wanted.shard_bytes,
             memory_bytes=parse_memory(wanted.memory),
             progress=lambda done: progress.advance(task, done),
         )
@@ -114,8 +113,8 @@ def import_hugging_face(
     """Start a training from a Hugging Face model folder.
 
     Writes RUN/release, with the weights alone, bit for bit, and prints Megatron's arguments for this model.
-    pretrain_gpt.py --load RUN then starts at iteration 0. Takes the architectures that export --hf writes;
-    another is refused with what differs.
+    pretrain_gpt.py --load RUN then starts at iteration 0. Takes the architectures that export --hf writes,
+    and Mistral without a sliding window; another is refused with what differs.
 
     Exit codes: 0 imported; 2 it cannot be imported; 130 interrupted.
 
