@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import megatron_datastates as ds
 from megatron_datastates.convert.hf.arguments import Arguments, namespace, settle
 from megatron_datastates.convert.hf.families import family_of
 from megatron_datastates.convert.hf.tensors import EXPERTS, LAYERS, entries
 from megatron_datastates.format.directory import COMMON_STATE_KEY
+from tests.unit.command import run
 from tests.unit.states import SMALL
 
 LLAMA: dict[str, Any] = {
@@ -88,3 +90,10 @@ def save(directory: Path, stored: argparse.Namespace, weights: dict[str, torch.T
     common = {"args": stored, "checkpoint_version": 3.0, "iteration": 1}
     ds.save({**weights, COMMON_STATE_KEY: [common]}, directory, **SMALL)
     return directory
+
+
+def exported(checkpoint: Path, target: Path, *options: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of `datastates export --hf`."""
+    code, out, err = run("export", checkpoint, target, "--hf", *options)
+    assert code == 0, out + err
+    return {name: one for file in target.glob("*.safetensors") for name, one in load_file(file).items()}
