@@ -19,6 +19,7 @@ from typing import BinaryIO, cast
 
 from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
+from megatron_datastates.stores import any_path as any_path
 from megatron_datastates.stores import is_object as is_object
 from megatron_datastates.stores import path_of as path_of
 

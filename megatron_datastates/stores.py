@@ -136,7 +136,7 @@ def is_object(path: str | os.PathLike[str]) -> bool:
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Returns a Path of the right kind for what a user or another program has given.
+    """Returns a Path of the right kind for what a user has given to a command, an option or a call of ours.
 
     Raises:
         OptionError: it is empty, names an object store and no profile, or is a URL of another kind.
@@ -147,6 +147,18 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     scheme = _SCHEME_IN_PATH.match(text)
     if scheme is not None and scheme[0] != _PREFIX:
         raise OptionError(f"{text}: expected a directory, or msc://PROFILE/PATH of an object store")
+    return any_path(path)
+
+
+def any_path(path: str | os.PathLike[str]) -> Path:
+    """Returns the same for what another program reads, which may be no directory of ours and must not fail.
+
+    A URL of another kind becomes a path at which there is nothing.
+
+    Raises:
+        OptionError: it names an object store and no profile.
+    """
+    text = os.fspath(path)
     if isinstance(path, ObjectPath) or not text.startswith(_PREFIX):
         return Path(path) if not isinstance(path, Path) else path
     if _URL.fullmatch(text) is None:

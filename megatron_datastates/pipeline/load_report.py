@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
+from megatron_datastates.files import any_path
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.read_costs import ReadCosts
 from megatron_datastates.pipeline.publishing.agreement import Collectives
@@ -66,7 +67,7 @@ def reported_load(directory: str | os.PathLike[str], options: Callable[[], Optio
         failure = error
         raise
     finally:
-        report = load_report(Path(directory), tracker, time.perf_counter() - begin, failure)
+        report = load_report(any_path(directory), tracker, time.perf_counter() - begin, failure)
         Reporter(options().report_file).emit(report["rank"], lambda: report)
         if failure is None and report["rank"] == 0:
             _warn_of_rounding(tracker.checkpoint)

@@ -14,8 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_datastates as ds
+from megatron_datastates.config import Options
 from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, NotACheckpointError
+from megatron_datastates.pipeline.load_report import reported_load
 
 STATE = {"weight": torch.arange(1000.0), "note": ["a"]}
 
@@ -108,3 +110,10 @@ def test_a_failed_load_reports_its_error(saved: tuple[Path, Path, dict[str, Any]
     assert mismatch["error"].startswith("MismatchError: tensor 'weight'")
     assert (nothing["state"], nothing["save_id"], nothing["iteration"]) == ("failed", None, None)
     assert str(tmp_path / "none") in nothing["error"]
+
+
+def test_a_load_from_an_object_store_is_reported_with_its_url(tmp_path: Path) -> None:
+    reports = tmp_path / "reports.jsonl"
+    with reported_load("msc://store/run/iter_0000002", lambda: Options(report_file=str(reports))):
+        pass
+    assert [line["directory"] for line in lines(reports)] == ["msc://store/run/iter_0000002"]

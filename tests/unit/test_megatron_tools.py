@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing import load
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    check_is_distributed_checkpoint,
+    save_config,
+)
 from megatron.core.dist_checkpointing.strategies import common
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -17,6 +23,7 @@ import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesWriter
 from megatron_datastates.format.directory import BACKEND, COMMON_STATE_KEY
 from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.pipeline.runs.runs import may_be_ours
 from tests.unit.states import SMALL, random_tensor
 
 pytestmark = pytest.mark.conformance
@@ -57,6 +64,24 @@ def test_dcps_reader_reads_another_directory_as_before(tmp_path):
     assert state["w"].tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(Exception, match=r"\.metadata"):
         dcp.FileSystemReader(tmp_path).read_metadata()
+
+
+def test_urls_of_other_programs_are_not_ours_and_go_to_their_own_reader():
+    pytest.importorskip("fsspec")
+    filesystem = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
+    url = "memory://bucket/of-another-program"
+    dcp.save({"w": torch.arange(6.0)}, storage_writer=filesystem.FsspecWriter(url))
+    state = {"w": torch.zeros(6)}
+    dcp.load(state, storage_reader=filesystem.FsspecReader(url))
+    assert state["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs:/bucket/x", "hf://org/model"])
+def test_urls_of_other_kinds_hold_no_distributed_checkpoint(url):
+    assert not check_is_distributed_checkpoint(url)
+    assert not may_be_ours(url)
+    with pytest.raises(CheckpointingException, match=r"is not a distributed checkpoint|does not exist"):
+        load({}, url)
 
 
 @pytest.mark.skipif(versions.installed().first < (0, 17), reason="it has no training loop")

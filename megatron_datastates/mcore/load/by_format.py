@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import DOCUMENT_BYTES, names_in, open_regular, path_of
+from megatron_datastates.files import DOCUMENT_BYTES, any_path, names_in, open_regular
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
@@ -40,7 +40,7 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
         if (is_damaged or config is None) and checkpoint_dir and is_published(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
         if is_damaged and may_be_ours(checkpoint_dir):
-            metadata = path_of(checkpoint_dir) / METADATA_NAME
+            metadata = any_path(checkpoint_dir) / METADATA_NAME
             raise CheckpointingException(
                 f"{metadata} is damaged ({type(problem).__name__}: {problem}), "
                 f"and there is no {MANIFEST_NAME}: the save was not published; load another checkpoint"
@@ -61,7 +61,7 @@ def _require_known_backend(backend: str, directory: str) -> None:
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    path = path_of(directory)
+    path = any_path(directory)
     is_another = backend not in (BACKEND, TORCH_DIST) and is_published(path)
     if is_another and TORCH_DIST_INDEX not in names_in(path):
         raise CheckpointingException(
@@ -73,7 +73,7 @@ def _require_known_backend(backend: str, directory: str) -> None:
 def _cannot_be_read(directory: str | os.PathLike[str]) -> bool:
     """Returns whether metadata.json is a file that Megatron's read of it would hang on, such as a pipe."""
     try:
-        open_regular(path_of(directory) / METADATA_NAME, DOCUMENT_BYTES).close()
+        open_regular(any_path(directory) / METADATA_NAME, DOCUMENT_BYTES).close()
     except FileNotFoundError:
         return False
     except OSError:

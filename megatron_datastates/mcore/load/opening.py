@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import path_of
+from megatron_datastates.files import any_path
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
@@ -32,7 +32,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     """
     from megatron_datastates.mcore.errors import load_errors
 
-    load, path, options = state.current(), path_of(directory).absolute(), state.current().options()
+    load, path, options = state.current(), any_path(directory).absolute(), state.current().options()
     first = load.checkpoints.get(path)
     was_open = True
     if first is not None and first[0] == options:
@@ -52,7 +52,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
     """Returns whether the directory is of our format, which it stays for a load that has opened it."""
-    return path_of(directory).absolute() in state.current().checkpoints or runs.is_ours(directory)
+    return any_path(directory).absolute() in state.current().checkpoints or runs.is_ours(directory)
 
 
 def _open(directory: str | os.PathLike[str], options: Options) -> tuple[Checkpoint, bool]:
@@ -61,7 +61,7 @@ def _open(directory: str | os.PathLike[str], options: Options) -> tuple[Checkpoi
     from megatron_datastates.pipeline.loading.load import Checkpoint
 
     try:
-        manifest = (path_of(directory).absolute() / MANIFEST_NAME).stat()
+        manifest = (any_path(directory).absolute() / MANIFEST_NAME).stat()
         key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
     except OSError:
         key = None  # Checkpoint.open raises an error that says what is wrong

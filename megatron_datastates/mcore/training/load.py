@@ -13,7 +13,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
-from megatron_datastates.files import is_object, path_of
+from megatron_datastates.files import any_path, is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
@@ -100,7 +100,7 @@ def _manifest_of(load: state.Load) -> Manifest | None:
     """Returns the manifest of the checkpoint that was loaded, if it was one of ours."""
     if load.directory is None:
         return None
-    found = load.checkpoints.get(path_of(load.directory).absolute())
+    found = load.checkpoints.get(any_path(load.directory).absolute())
     return None if found is None else found[1].manifest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_datastates.files import path_of
+from megatron_datastates.files import any_path
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.pipeline.runs.branches import Origin, origin_from, origin_in, point_of
 
@@ -32,7 +32,7 @@ def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> 
     elif manifest is not None:
         _loaded = origin_from(point_of(manifest, iteration), iteration)
     else:
-        _loaded = origin_in(path_of(directory), iteration)
+        _loaded = origin_in(any_path(directory), iteration)
 
 
 def origin(*, in_loop: bool) -> Origin | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.files import TRACKER_BYTES, path_of, read_regular
+from megatron_datastates.files import TRACKER_BYTES, any_path, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.runs.runs import complete_in, has_file, iteration_named
 
@@ -24,7 +24,7 @@ def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
-        iteration = _fallback(path_of(tracker_filename))
+        iteration = _fallback(any_path(tracker_filename))
         if iteration is None:
             return original(tracker_filename, *args, **kwargs)
         # The original also communicates with the other ranks, so it is called with a corrected tracker.

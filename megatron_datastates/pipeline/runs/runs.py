@@ -27,6 +27,7 @@ from megatron_datastates.files import (
     DOCUMENT_BYTES,
     MANIFEST_BYTES,
     TRACKER_BYTES,
+    any_path,
     folders_in,
     is_denied,
     is_object,
@@ -144,7 +145,7 @@ def format_of(directory: str | os.PathLike[str]) -> str | None:
     backend = stored_backend(directory)
     if backend not in (None, TORCH_DIST):
         return backend
-    index = path_of(directory) / TORCH_DIST_INDEX
+    index = any_path(directory) / TORCH_DIST_INDEX
     if index.is_file() if is_object(index) else os.path.exists(index):  # noqa: PTH110 - which raises nothing
         return BACKEND if backend is None and _has_replaced(directory) else TORCH_DIST
     return BACKEND if is_published(directory) else backend
@@ -154,7 +155,7 @@ def _has_replaced(directory: str | os.PathLike[str]) -> bool:
     """Returns whether our manifest names the index of torch_dist beside it as what it replaced."""
     from megatron_datastates.format.manifest import Manifest
 
-    path = path_of(directory)
+    path = any_path(directory)
     if is_object(path) or not is_published(path):
         return False
     name = path / MANIFEST_NAME
@@ -222,7 +223,7 @@ def may_be_ours(directory: str | os.PathLike[str]) -> bool:
 def is_published(directory: str | os.PathLike[str]) -> bool:
     """Returns whether the directory has a manifest of ours; False where that cannot be looked at."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: there is a null character in the name
-        return has_file(path_of(directory) / MANIFEST_NAME)
+        return has_file(any_path(directory) / MANIFEST_NAME)
     return False
 
 
@@ -295,7 +296,7 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
         FormatError: it is damaged.
         OSError: it cannot be read.
     """
-    path = path_of(directory) / METADATA_NAME
+    path = any_path(directory) / METADATA_NAME
     try:
         members = json.loads(read_regular(path, DOCUMENT_BYTES) or b"{}")
     except FileNotFoundError:
