@@ -24,6 +24,8 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher, presence
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.runs import metadata_members
+from megatron_datastates.pipeline.upkeep import remove as remove_module
+from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import State, new_saver, save
 
@@ -280,6 +282,52 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
     with pytest.raises(StorageError, match=r"replaced by another save while it was read: load again"):
         checkpoint.read_tensor("a")
     saver.close()
+
+
+def test_a_save_that_publishes_beside_a_removal_of_keys_stays(tmp_path, monkeypatch):
+    saver = new_saver()
+    save(saver, tmp_path, {"a": torch.zeros(8), "b": torch.zeros(8)})
+    write_whole = remove_module.write_whole
+
+    def late(path, *args):
+        monkeypatch.setattr(remove_module, "write_whole", write_whole)
+        save(saver, tmp_path, {"a": torch.ones(8), "c": torch.ones(8)})
+        write_whole(path, *args)
+
+    monkeypatch.setattr(remove_module, "write_whole", late)
+    with pytest.raises(StorageError, match=r"no keys were removed from .*: a save, or another removal"):
+        remove_keys(tmp_path, "b")
+    saver.close()
+    assert {name: tensor.tolist() for name, tensor in ds.load(tmp_path).items()} == {
+        "a": [1.0] * 8,
+        "c": [1.0] * 8,
+    }
+    assert sum(name.startswith("index-") for name in os.listdir(tmp_path)) == 1
+
+
+def test_keys_that_are_removed_while_a_checkpoint_is_read_are_not_taken_for_damage(tmp_path):
+    saver = new_saver()
+    save(saver, tmp_path, {"a": torch.zeros(8), "b": torch.zeros(8)})
+    checkpoint = Checkpoint.open(tmp_path, reuse=False)
+    remove_keys(tmp_path, "b")
+    with pytest.raises(StorageError, match=r"lost keys to a removal while it was read: load again"):
+        checkpoint.read_tensor("a")
+    saver.close()
+
+
+def test_a_reader_that_meets_a_removal_of_keys_opens_the_new_manifest(tmp_path, monkeypatch):
+    saver = new_saver()
+    save(saver, tmp_path, {"a": torch.zeros(8), "b": torch.zeros(8)})
+    saver.close()
+    open_index = load_module.open_index
+
+    def late(path, *args):
+        monkeypatch.setattr(load_module, "open_index", open_index)
+        remove_keys(tmp_path, "b")
+        return open_index(path, *args)
+
+    monkeypatch.setattr(load_module, "open_index", late)
+    assert list(Checkpoint.open(tmp_path, reuse=False).index.tensors) == ["a"]
 
 
 def test_an_index_that_is_gone_is_an_error(tmp_path):

@@ -42,6 +42,7 @@ from megatron_datastates.pipeline.near.places import near_folder, near_root
 from megatron_datastates.pipeline.runs.damage import describe_blocks, what_rank_wrote
 from megatron_datastates.pipeline.runs.opening import (
     check_identity,
+    is_another,
     open_index,
     read_manifest,
     refuse_replaced,
@@ -100,9 +101,9 @@ class Checkpoint:
                 checkpoint.costs.opening = time.perf_counter() - begin
                 return checkpoint
             except (StorageError, FormatError):
-                # A save into this directory may have replaced both meanwhile.
+                # A save into this directory, or a removal of keys, may have replaced both meanwhile.
                 before, manifest = manifest, read_manifest(path)
-                if manifest.save_id == before.save_id:
+                if not is_another(manifest, before):
                     raise
 
     def file_path(self, file: int) -> Path:

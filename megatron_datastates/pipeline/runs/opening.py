@@ -103,10 +103,17 @@ def open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
 
 
 def refuse_replaced(path: Path, opened: Manifest, error: Exception) -> None:
-    """Raises StorageError if another save was published in the directory after this manifest was read."""
+    """Raises StorageError if a save or a removal of keys has published there after this manifest was read."""
     try:
-        is_replaced = read_manifest(path).save_id != opened.save_id
+        found = read_manifest(path)
     except DataStatesError:
-        is_replaced = False
-    if is_replaced:
+        return
+    if found.save_id != opened.save_id:
         raise StorageError(f"{path} was replaced by another save while it was read: load again") from error
+    if is_another(found, opened):
+        raise StorageError(f"{path} lost keys to a removal while it was read: load again") from error
+
+
+def is_another(one: Manifest, other: Manifest) -> bool:
+    """Returns whether a save, or a removal of keys, lies between two readings of a directory's manifest."""
+    return (one.save_id, one.index) != (other.save_id, other.index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import msgspec
 
@@ -10,18 +11,21 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index, index_entry
+from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import FORMAT_VERSION, MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.runs.opening import is_another, read_manifest
 
 
 def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
     """Removes every tensor, object and stream whose key begins with `prefix`; returns their keys.
 
     Atomic: publishes a new index and then a new manifest. The data files stay as they are, so that no
-    space is freed.
+    space is freed. The manifest is read again right before that: a save that has published meanwhile stays.
 
     Raises:
-        DataStatesError: the directory is no readable checkpoint, or cannot be written.
+        DataStatesError: the directory is no readable checkpoint, cannot be written, or a save has published
+            into it meanwhile.
     """
     checkpoint = Checkpoint.open(directory)
     index, manifest, path = checkpoint.index, checkpoint.manifest, checkpoint.directory
@@ -35,13 +39,26 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
         {key: file for key, file in index.objects.items() if key not in gone},
         {key: file for key, file in index.streams.items() if key not in gone},
     ).encode(packed=True)
-    entry = index_entry(encoded)
-    changed = msgspec.structs.replace(manifest, index=entry, format_version=FORMAT_VERSION)
     try:
-        write_whole(path / entry.name, encoded, Faults(""), manifest.save_id)
-        write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""), manifest.save_id)
-        if entry.name != manifest.index.name:
-            (path / manifest.index.name).unlink(missing_ok=True)
+        _publish(path, manifest, encoded)
     except OSError as error:
         raise StorageError(f"keys were not removed from {path}: {error}") from error
     return removed
+
+
+def _publish(path: Path, manifest: Manifest, encoded: bytes) -> None:
+    """Replaces the index, then the manifest that was read. Raises DataStatesError, OSError."""
+    entry = index_entry(encoded)
+    changed = msgspec.structs.replace(manifest, index=entry, format_version=FORMAT_VERSION)
+    write_whole(path / entry.name, encoded, Faults(""), manifest.save_id)
+    found = read_manifest(path)
+    if is_another(found, manifest):
+        if found.index.name != entry.name:
+            (path / entry.name).unlink(missing_ok=True)
+        raise StorageError(
+            f"no keys were removed from {path}: a save, or another removal of keys, has published into it "
+            "meanwhile; remove them again if they are still to go"
+        )
+    write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""), manifest.save_id)
+    if entry.name != manifest.index.name:
+        (path / manifest.index.name).unlink(missing_ok=True)
