@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from model_ranks import FORMATS, leaves, strategies
 from saving_rank import failure_of, join, make_directory, report, set_faults, state
 
@@ -123,7 +125,7 @@ class Count:
     name = "count"
 
     def __init__(self) -> None:
-        self.value = 1
+        self.value, self.restored = 1, 0
 
     def entries(self) -> Iterator[ObjectSource]:
         if dist.get_rank() == 0:
@@ -131,6 +133,7 @@ class Count:
 
     def restore(self, reader: StateReader) -> None:
         self.value = reader.read_object("value")
+        self.restored += 1
 
 
 def look_and_load(root: str, folder: str) -> None:
@@ -150,6 +153,20 @@ def look_and_load(root: str, folder: str) -> None:
         load()
         found.append(count.value)
     report(folder, found=found)
+
+
+def load_in_parallel(root: str, folder: str) -> None:
+    """Loads fully parallel, which calls the base strategy once for objects and once for tensors."""
+    join()
+    directory, count = Path(root), Count()
+    enable(providers=[count])
+    make_directory(directory)
+    dist.barrier()
+    dist_checkpointing.save(state(3), str(directory), DataStatesSaveStrategy())
+    base = TorchDistLoadShardedStrategy()
+    chosen = FullyParallelLoadStrategyWrapper(base)
+    dist_checkpointing.load(state(-1), str(directory), chosen)
+    report(folder, restored=count.restored, kept=[base.cached_global_metadata, chosen.cached_global_metadata])
 
 
 def load_other_shapes(root: str, folder: str) -> None:

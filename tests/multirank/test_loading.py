@@ -32,6 +32,13 @@ def test_looking_at_a_checkpoint_restores_no_state_provider(world: World, tmp_pa
         assert rank["found"] == [1000, 1000, 1]
 
 
+def test_a_fully_parallel_load_restores_a_state_provider_once_and_keeps_no_metadata(
+    world: World, tmp_path: Path
+) -> None:
+    for rank in world.run("loading_ranks:load_in_parallel", tmp_path / "ck"):
+        assert (rank["restored"], rank["kept"]) == (1, [None, None])
+
+
 def test_larger_and_smaller_shapes_are_loaded_if_allowed(world: World, saved: Path) -> None:
     world.run("loading_ranks:load_other_shapes", saved)
 

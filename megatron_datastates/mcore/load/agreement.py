@@ -42,6 +42,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
+from megatron_datastates.mcore.load.opening import open_checkpoint
 from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
@@ -310,7 +311,19 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             together = functools.partial(agreement.any, problem=problem)
         elif problem is not None:
             raise problem
-        return started(call, optimizer_layout.restated_where_needed(call.arguments, together))
+        restores = state.current().restores_providers
+        with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
+            loaded = started(call, optimizer_layout.restated_where_needed(call.arguments, together))
+        if restores():
+            restore_from(call.arguments["checkpoint_dir"])
+        return loaded
+
+    def restore_from(directory: str | os.PathLike[str]) -> None:
+        from megatron_datastates.mcore.errors import load_errors
+        from megatron_datastates.mcore.load.restoring import restore_registered
+
+        with load_errors():
+            restore_registered(open_checkpoint(directory))
 
     return load
 

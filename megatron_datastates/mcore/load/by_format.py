@@ -170,7 +170,8 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 if ours is None:
                     raise
                 raise ours from None
-            if state.current().restores_providers():
+            self.cached_global_metadata = None  # only torch_dist's has what its saves reuse
+            if state.current().restores_providers():  # a call not made by `dist_checkpointing.load`
                 restore_registered(checkpoint)
             return loaded
 
