@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fault_ranks import Malicious, plain
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from saving_rank import (
@@ -63,14 +64,18 @@ def strategy(how: str) -> Any:
     return FullyParallelLoadStrategyWrapper(base) if how == "parallel" else base
 
 
-def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
-    """Returns how a load of the state fails on this rank; the odd one also asks for a missing tensor.
+def load(directory: str, how: str, odd: str = "") -> dict[str, Any]:
+    """Returns how a load of the state fails on this rank.
 
     `how`: what is checked, if anything, a value of `strict`, if other than the default, and the strategy.
+    `odd`: on the odd rank, "key" asks also for a missing tensor, and "merge" fails after all was read.
     """
     wanted = state(-1)
-    if odd_one:
+    if odd == "key":
         wanted["more"] = plain("other.weight", torch.zeros(3))
+    elif odd == "merge":
+        weight = wanted["weight"]
+        wanted["weight"] = ShardedTensorFactory("weight", weight.data, lambda *_: [weight], not_merged)
     kind, _, name = how.rpartition(" ")
     kind, _, strictness = kind.partition(" ")
     options: dict[str, Any] = {"": {}, "strict": STRICT, "verified": VERIFIED}[kind]
@@ -87,6 +92,10 @@ def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
     return {"error": None}
 
 
+def not_merged(parts: Any) -> Any:
+    raise RuntimeError("not to be merged")
+
+
 def fail_together(
     directory: str, good: str, hows: list[str], plan: str, odd_rank: int, views: str, folder: str
 ) -> None:
@@ -99,11 +108,12 @@ def fail_together(
         os.chdir(Path(views, str(rank)))
     failures = {}
     for how in hows:
+        odd = {"": "key", "merge": "merge"}.get(plan, "") if rank == odd_rank else ""
         if plan.startswith("late ") and rank == odd_rank:
             os.environ["LATE_FAULTS"] = plan.removeprefix("late ")
-        elif plan:
+        elif plan and plan != "merge":
             set_faults(plan, odd_rank)
-        failures[how] = load(directory, how, odd_one=not plan and rank == odd_rank)
+        failures[how] = load(directory, how, odd)
         clear_faults()
         dist.barrier()
     assert_loads(Path(good), 1)
@@ -119,13 +129,22 @@ def count_of_good_load(directory: str, how: str, validated: bool, folder: str) -
     report(folder, counts=counts)
 
 
-def load_directly_in_parallel(directory: str, plan: str, odd_rank: int, folder: str) -> None:
-    """Calls the fully parallel load strategy itself, not through `dist_checkpointing.load`."""
-    join()
-    set_faults(plan, odd_rank)
-    wanted = {key: value for key, value in state(-1).items() if key != "iteration"}
-    error = failure_of(lambda: strategy("parallel").load(wanted, Path(directory)))
-    report(folder, error=error)
+def load_another_checkpoint_in_each_group(root: str, how: str, folder: str) -> None:
+    """Two process groups load at the same time, each from a directory of its own."""
+    rank, _ = join()
+    for value in (0, 1):
+        sharded = {"number": plain("number", torch.full((5,), float(value)))}
+        sharded["number"].replica_id = rank
+        save(Path(root, str(value)), sharded, DataStatesSaveStrategy(), "sync")
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, wanted = groups[rank // 2], plain("number", torch.zeros(5))
+    wanted.replica_id = rank % 2
+    base = TorchDistLoadShardedStrategy()
+    chosen = FullyParallelLoadStrategyWrapper(base, group) if how == "parallel" else base
+    loaded = dist_checkpointing.load(
+        {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group
+    )
+    report(folder, found=int(loaded["number"].sum()) // 5)
 
 
 def read_alone(good: str, damaged: str, folder: str) -> None:

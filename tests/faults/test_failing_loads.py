@@ -207,18 +207,25 @@ def test_malicious_object_does_not_run_and_fails_all(world: World, tmp_path: Pat
             assert "'object/shard_0_1'" in failure["error"] and "is not trusted" in failure["error"]
 
 
-def test_fully_parallel_load_by_itself_fails_on_all_ranks(world: World, saved: Callable[[int], Path]) -> None:
-    reports = world.run("load_ranks:load_directly_in_parallel", saved(2), "read:1:EIO", 1)
-    assert reports[0]["error"] == reports[1]["error"]
-    assert "rank 1: " in reports[0]["error"] and "Input/output error" in reports[0]["error"]
+def test_merge_that_fails_on_one_rank_fails_all(world: World, saved: Callable[[int], Path]) -> None:
+    """In a fully parallel load that is after the exchange."""
+    for failure in failures(world, saved(2), saved(2), 2, plan="merge", odd_rank=1).values():
+        assert "failed on 1 of 2 ranks: rank 1: RuntimeError: not to be merged" in failure["error"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_process_groups_may_load_a_checkpoint_each(world: World, tmp_path: Path, how: str) -> None:
+    require_verify_integrity()  # process_group is of that release, too
+    reports = world.run("load_ranks:load_another_checkpoint_in_each_group", tmp_path, how, ranks=4)
+    assert [each["found"] for each in reports] == [0, 0, 1, 1]
 
 
 # Besides Megatron's own gather of metadata and the collectives of an exchange.
 @pytest.mark.parametrize(
     ("how", "validated", "sums"),
-    [("plain", True, 1), ("plain", False, 0), ("parallel", True, 1), ("parallel", False, 2)],
+    [("plain", True, 1), ("plain", False, 0), ("parallel", True, 2), ("parallel", False, 3)],
 )
-def test_good_load_costs_one_sum_and_one_more_where_megatron_gathers_nothing(
+def test_good_load_costs_a_sum_one_for_an_exchange_and_one_where_megatron_gathers_nothing(
     world: World, saved: Callable[[int], Path], how: str, validated: bool, sums: int
 ) -> None:
     for each in world.run("load_ranks:count_of_good_load", saved(2), how, validated):

@@ -1,7 +1,7 @@
 """Agreement between ranks: a load that fails on one rank fails on all of them, with one message.
 
 A load is known to be collective if Megatron itself makes a collective call in it on all ranks: a
-`dist_checkpointing.load` that gathers metadata, a fully parallel load, and the training loop's
+`dist_checkpointing.load` that gathers metadata or is fully parallel, and the training loop's
 load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
 Collective calls, which every rank makes equally often even if it fails:
@@ -12,10 +12,12 @@ Collective calls, which every rank makes equally often even if it fails:
      requests (optimizer_layout.py), so that all do. The first rank has verified files before, if asked to.
   4. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
      Megatron gathers nothing.
-  5. load: one sum, after each rank has read its part; in a fully parallel load before parts are exchanged.
-     It also shows whether all ranks have opened the same checkpoint: another run may publish one in between.
+  5. fully parallel load: one sum of the whole world, after each rank has read its part and before parts are
+     exchanged; Megatron exchanges objects in the whole world.
+  6. load: one sum at its end. It also shows whether all ranks have opened the same checkpoint: another run
+     may publish one in between.
 A check of Megatron's that fails between 4 and a fully parallel load is kept as a value instead of raised,
-since that load starts with a gather of metadata.
+since that load starts with a gather of metadata. A rank that fails within an exchange raises alone.
 
 A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone.
 """
@@ -90,16 +92,14 @@ class Agreement:
         *,
         is_parallel: bool = False,
         gathers: bool = False,
-        has_begun: bool = False,
     ) -> None:
         self.failure: Failure | None = None
-        self.is_over = False
+        self.is_over = False  # or, within an exchange, interrupted: this rank makes no call of its own
         self.save_id: SaveId | None = None  # of what this rank has opened
         self.is_parallel = is_parallel
         self._directory, self._group = directory, group
-        self._last_group = None if is_parallel else group  # Megatron exchanges objects in the whole world
         self._gathers = gathers  # whether Megatron gathers metadata in this load
-        self._has_begun = has_begun
+        self._has_begun = False
 
     @contextlib.contextmanager
     def sharing_failures(self) -> Iterator[None]:
@@ -179,18 +179,27 @@ class Agreement:
             raise error
         return count > 0
 
+    def begin_exchange(self) -> None:
+        """Makes the collective call of the world that precedes an exchange. Raises as `settle`."""
+        self.is_over = True
+        self._raise_if_any(None, compares=False)  # process groups may load a checkpoint each
+
+    def end_exchange(self) -> None:
+        """No rank waits in an exchange: failures are shared again."""
+        self.is_over = False
+
     def settle(self) -> None:
         """Makes the last collective call. Raises LoadFailedError, the same on all ranks, if any failed."""
         self.is_over = True
-        self._raise_if_any(self._last_group)
+        self._raise_if_any(self._group)
 
-    def _raise_if_any(self, group: Any) -> None:
+    def _raise_if_any(self, group: Any, *, compares: bool = True) -> None:
         from megatron_datastates.pipeline.publishing.agreement import gather_objects, sum_now
 
         failed, *sums = sum_now([int(self.failure is not None), *_terms(self.save_id)], group)
         if failed:
             self._raise_for(gather_objects(self.failure, group), group)
-        elif not _are_equal(sums):  # so say the same sums on every rank
+        elif compares and not _are_equal(sums):  # so say the same sums on every rank
             from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
             self.is_over = True
@@ -391,13 +400,14 @@ def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Cal
 
 
 def wrap_fully_parallel_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `FullyParallelLoadStrategyWrapper.load` for calls not made by `dist_checkpointing.load`."""
+    """Wraps `FullyParallelLoadStrategyWrapper.load`: after it, objects are exchanged as well as tensors."""
 
-    def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.current().agreement is not None or not may_be_ours(checkpoint_dir) or not _is_parallel(self):
-            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        with Agreement(checkpoint_dir, None, is_parallel=True, has_begun=True).sharing_failures():
-            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        agreement = state.current().agreement
+        if agreement is not None:
+            agreement.end_exchange()
+        return loaded
 
     return load
 
@@ -407,8 +417,8 @@ def wrap_exchange_by_distribution(original: Callable[..., Any]) -> Callable[...,
 
     def exchange_by_distribution(*args: Any, **kwargs: Any) -> Any:
         agreement = state.current().agreement
-        if agreement is not None and not agreement.is_over:
-            agreement.settle()
+        if agreement is not None:
+            agreement.begin_exchange()
         return original(*args, **kwargs)
 
     return exchange_by_distribution
