@@ -88,6 +88,20 @@ def test_error_names_the_option_that_looks_for_an_older_checkpoint(
     assert "checked in" not in outcome.log
 
 
+def test_a_damaged_release_is_not_said_to_be_avoided_by_choosing_an_iteration(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    """Megatron loads `release` also with --ckpt-step, which is not refused therefore."""
+    release = checkpoints.at(4).rename(checkpoints.root / "release")
+    next(release.glob("data-00001-*")).write_bytes(b"")
+    tracker = checkpoints.root / "latest_checkpointed_iteration.txt"
+    tracker.write_text("release")
+    how = ["--ckpt-format", "datastates", "--ckpt-step", "9", LOOK, "2"]
+    outcome = pretraining.fail(*load(checkpoints, *how))
+    assert f"The tracker {tracker} says release, so that --ckpt-step chooses nothing" in error_of(outcome)
+    assert "checked in" not in outcome.log
+
+
 def test_a_chosen_iteration_that_is_not_there_is_named_with_those_that_are(
     checkpoints: Checkpoints, pretraining: Pretraining
 ) -> None:

@@ -25,6 +25,7 @@ from saving_rank import failure_of, join, make_directory, report, set_faults, st
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable
+from megatron_datastates.mcore.load.state import opened
 from megatron_datastates.providers import ObjectSource
 from megatron_datastates.providers.base import StateReader
 
@@ -257,6 +258,29 @@ def load_chosen(runs: list[str], forbidden_rank: int, folder: str) -> None:
     except DataStatesError as error:
         found = f"{type(error).__name__}: {error}"
     report(folder, found=found)
+
+
+def look_at_format(root: str, folder: str) -> None:
+    """Calls our `_load_base_checkpoint` where one rank cannot look into the directory."""
+    from megatron_datastates.mcore.training.load import (
+        wrap_get_checkpoint_format,
+        wrap_load_base_checkpoint,
+    )
+
+    rank, _ = join()
+    args = SimpleNamespace(ckpt_backend="datastates")
+
+    def format_of(directory: str, args: object) -> str:
+        if rank == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), directory)
+        return "torch_dist"
+
+    def original(load_dir: str, args: object, rank0: bool) -> str:
+        return str(wrap_get_checkpoint_format(format_of)(load_dir, args))
+
+    with opened(in_training_loop=True, directory=None):
+        error = failure_of(lambda: wrap_load_base_checkpoint(original)(root, args, True))
+    report(folder, error=error)
 
 
 def forbidden(path: Path) -> bool:

@@ -100,3 +100,10 @@ def test_a_run_that_rank_0_may_not_read_fails_on_all_ranks(world: World, runs: l
     text = found_by_all(world, runs, forbidden_rank=0)
     assert text.startswith("StorageError: --ckpt-step 5: ") and "rank 0 cannot read: " in text
     assert "Permission denied" in text
+
+
+def test_a_directory_that_one_rank_cannot_list_fails_on_all_ranks(world: World, tmp_path: Path) -> None:
+    """That rank cannot see whose it is; the arguments of the run select our format."""
+    for rank in world.run("loading_ranks:look_at_format", tmp_path / "gone"):
+        assert rank["error"].startswith(f"loading {tmp_path / 'gone'} failed on 1 of 2 ranks: rank 1: ")
+        assert "Stale file handle" in rank["error"]

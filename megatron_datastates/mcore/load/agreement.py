@@ -19,7 +19,8 @@ Collective calls, which every rank makes equally often even if it fails:
 A check of Megatron's that fails between 4 and a fully parallel load is kept as a value instead of raised,
 since that load starts with a gather of metadata. A rank that fails within an exchange raises alone.
 
-A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone.
+A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone,
+but in 2 if the arguments select our format.
 """
 
 from __future__ import annotations

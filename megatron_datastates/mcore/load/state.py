@@ -39,7 +39,7 @@ class Load:
     restores_providers: Callable[[], bool] = lambda: True
     in_training_loop: bool = False  # within load_checkpoint, which all ranks call
     failed_on_all_ranks: bool = False  # so that ranks may communicate in handling the failure
-    directory: str | None = None  # the last one passed to Megatron's maybe_load_config
+    directory: str | None = None  # the last one that Megatron has looked at
     agreement: Any = None  # an agreement.Agreement if several ranks take part
     tracker: LoadTracker | None = None  # of the load that is being reported, if any
     boxes: Boxes | None = None  # the requested ones of each tensor

@@ -14,7 +14,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
 from megatron_datastates.files import any_path, is_object, path_of
-from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
+from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.hooks.calls import Parameters
@@ -23,6 +23,7 @@ from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.mcore.training.origin import note_load
+from megatron_datastates.pipeline.runs.run_folders import tracked_name
 from megatron_datastates.pipeline.runs.runs import find_iterations, may_be_ours
 
 logger = logging.getLogger(__name__)
@@ -156,13 +157,16 @@ def _require_chosen(purpose: str) -> None:
 
 
 def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
-    """Returns the error if a run has no such iteration; None if it has, or has no tracker."""
+    """Returns the error if a run has no such iteration; None if it has, or has no tracker.
+
+    None also if the tracker says `release`, which Megatron then loads whatever iteration is chosen.
+    """
     name = iteration_name(wanted)
     try:
-        if not (run / TRACKER_NAME).exists() or (run / name).exists():
+        if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
             return None
         there = ", ".join(str(one.number) for one in find_iterations(run) if one.complete)
-    except OSError as error:
+    except (OSError, StorageError) as error:
         return StorageError(
             f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
             "the file system is mounted and that its permissions allow it"
@@ -213,7 +217,8 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
             result, error = original(load_dir, args, rank0, *rest, **kwargs), None
         except Exception as raised:
             result, error = None, raised
-        if load.directory is not None and may_be_ours(load.directory):
+        # A rank that cannot look into the directory does not see whose it is: the arguments say more.
+        if load.directory is not None and (is_selected(args) or may_be_ours(load.directory)):
             agreement = Agreement(load.directory, None)
             if error is not None:
                 agreement.fail(error)
@@ -232,6 +237,7 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
     """
 
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
         if is_ours(checkpoint_name) and _is_of_dcp(checkpoint_name):
             return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
         return original(checkpoint_name, args, *rest, **kwargs)
@@ -291,6 +297,13 @@ def _advice(load: state.Load) -> str:
     from megatron_datastates.pipeline.publishing.agreement import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint
 
+    args, directory = get_args(), path_of(load.directory or "")
+    root = path_of(args.load) if directory.parent == _non_persistent(args) else directory.parent
+    if directory.name == RELEASE_NAME:
+        return (
+            f"The tracker {root / TRACKER_NAME} says release, so that --ckpt-step chooses nothing: to "
+            "load another checkpoint there, write its iteration into that file."
+        )
     options, collectives = _options(), Collectives()
     most = collectives.share_from_first(options.fallback)
     if most == 0:
@@ -298,8 +311,6 @@ def _advice(load: state.Load) -> str:
             "Start again with --datastates-fallback N to find the newest undamaged one of the N checkpoints "
             "before it; --ckpt-step loads that one."
         )
-    args, directory = get_args(), path_of(load.directory or "")
-    root = path_of(args.load) if directory.parent == _non_persistent(args) else directory.parent
     found = find_older_checkpoint(directory, root, most, collectives, options)
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
