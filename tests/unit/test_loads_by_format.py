@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 import megatron_datastates as ds
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.load import by_format
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.load import by_format, state
 from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
+from megatron_datastates.mcore.training.load import wrap_load_content_metadata
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.runs import is_ours, may_be_ours
 from tests.unit.states import SMALL, State, new_saver, random_tensor, save
@@ -282,6 +285,23 @@ def test_a_load_that_does_not_fit_never_begins(ours):
     load = by_format.wrap_torch_dist_load(unreachable)
     with pytest.raises(CheckpointingException, match=f"{ours}: there is no tensor 'a'"):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
+
+
+@pytest.mark.skipif(versions.installed().first < (0, 17), reason="it has no training loop")
+@pytest.mark.parametrize(("pattern", "is_asked"), [(None, True), ("M*M*", False)], ids=["GPT", "hybrid"])
+def test_a_hybrid_model_does_not_ask_a_checkpoint_of_gpt_for_its_own_buckets(
+    saver, tmp_path, monkeypatch, pattern, is_asked
+):
+    """Megatron refuses that, and says what to do; the map knows the keys of the one model only."""
+    save(saver, tmp_path / "c", {}, {"optimizer.datastates_map/shard_0_1": ["map"]})
+    own = {"use_distributed_optimizer": True, "hybrid_layer_pattern": pattern}
+    stored = Namespace(tensor_model_parallel_size=2)
+    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: Namespace(**own))
+    content = {"distrib_optim_sharding_type": "dp_reshardable"}
+    load_content_metadata = wrap_load_content_metadata(lambda **_: content)
+    with state.opened(in_training_loop=True, directory=str(tmp_path / "c")):
+        found = load_content_metadata(preloaded_state_dict={"args": stored})
+    assert (found["distrib_optim_sharding_type"] == "fully_reshardable") is is_asked
 
 
 def test_the_manifest_is_json_after_one_line(ours):

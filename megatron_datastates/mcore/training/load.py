@@ -34,6 +34,7 @@ _WITHOUT_MAP = (
     "where each parameter lies in them. Resume with the TP and PP sizes that saved it, save once with "
     "--ckpt-format datastates, and resume from that with any; or load without it (--no-load-optim)."
 )
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second in older releases
 _REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # sizes that Megatron compares
 
 
@@ -287,7 +288,13 @@ def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) 
     if kind is None and metadata is not None:
         return not getattr(stored, "use_distributed_optimizer", True)
     same = all(getattr(stored, name, 1) == getattr(own, name, 1) for name in _REFUSED)
-    return kind == "dp_reshardable" and not same and has_optimizer_maps(open_checkpoint(directory))
+    if kind != "dp_reshardable" or same or _is_hybrid(stored) != _is_hybrid(own):
+        return False  # Megatron loads it, or refuses it by what names the cause
+    return has_optimizer_maps(open_checkpoint(directory))
+
+
+def _is_hybrid(args: Any) -> bool:
+    return any(getattr(args, name, None) for name in _PATTERNS)
 
 
 def _advice(load: state.Load) -> str:
