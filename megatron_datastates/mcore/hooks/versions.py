@@ -106,7 +106,7 @@ _PLAN_016 = Hook(
 _COMMON_016 = Hook(
     _DIST + "strategies.common",
     "TorchCommonLoadStrategy.load_common",
-    "load.by_format.wrap_load_common_method",
+    "load.by_format.wrap_load_common",
 )
 _COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "load.by_format.wrap_load_common")
 _COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "load.by_format.wrap_load_common")

@@ -97,35 +97,15 @@ def wrap_get_filesystem_reader(original: Callable[..., Any]) -> Callable[..., An
 
 
 def wrap_load_common(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function that loads the common state, which releases name differently."""
+    """Wraps what loads the common state: a function, which releases name differently, or first a method."""
 
-    def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(checkpoint_dir):
-            return _common_state(checkpoint_dir)
-        return _of_restated(original(checkpoint_dir, *args, **kwargs))
-
-    return load_common
-
-
-def wrap_load_common_method(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the strategy's method that loads the common state in the oldest releases."""
-
-    def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
-        if is_ours(checkpoint_dir):
-            return _common_state(checkpoint_dir)
-        return _of_restated(original(self, checkpoint_dir))
+    def load_common(*args: Any, **kwargs: Any) -> Any:
+        directory = kwargs["checkpoint_dir"] if "checkpoint_dir" in kwargs else args[-1]
+        stored = read_common_state(directory) if is_ours(directory) else original(*args, **kwargs)
+        restated = state.current().restated
+        return restated.common_state(stored) if restated else stored  # what a restated request has instead
 
     return load_common
-
-
-def _common_state(directory: str | Path) -> Any:
-    return _of_restated(read_common_state(directory))
-
-
-def _of_restated(stored: Any) -> Any:
-    """Returns a common state without what a restated request has in its place."""
-    restated = state.current().restated
-    return restated.common_state(stored) if restated else stored
 
 
 def wrap_get_default_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
