@@ -304,8 +304,8 @@ def _advice(load: state.Load) -> str:
     from megatron_datastates.pipeline.publishing.agreement import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint
 
-    args, directory = get_args(), path_of(load.directory or "")
-    root = path_of(args.load) if directory.parent == _non_persistent(args) else directory.parent
+    args, directory = get_args(), any_path(load.directory or "")
+    root = any_path(args.load) if directory.parent == _non_persistent(args) else directory.parent
     if directory.name == RELEASE_NAME:
         return (
             f"The tracker {root / TRACKER_NAME} says release, so that --ckpt-step chooses nothing: to "
