@@ -185,7 +185,7 @@ def test_arguments_are_adopted_once():
 @pytest.fixture
 def arguments_of_the_loop(monkeypatch):
     """Megatron's global arguments, which its loop never runs without."""
-    monkeypatch.setattr("megatron.training.global_vars.get_args", namespace)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", namespace)
 
 
 def test_lazy_is_for_megatrons_own_loop(arguments_of_the_loop):

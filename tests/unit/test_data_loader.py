@@ -210,7 +210,7 @@ def load_checkpoint(loop: LoopDataLoader, monkeypatch: pytest.MonkeyPatch) -> Ca
 
     def call(load_arg: str = "load", *, finetune: bool = False) -> Any:
         arguments = types.SimpleNamespace(finetune=finetune)
-        monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: arguments)
+        monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
         return loads.wrap_load_checkpoint(lambda load_arg="load": (0, 0))(load_arg=load_arg)
 
     return call

@@ -296,7 +296,7 @@ def test_a_hybrid_model_does_not_ask_a_checkpoint_of_gpt_for_its_own_buckets(
     save(saver, tmp_path / "c", {}, {"optimizer.datastates_map/shard_0_1": ["map"]})
     own = {"use_distributed_optimizer": True, "hybrid_layer_pattern": pattern}
     stored = Namespace(tensor_model_parallel_size=2)
-    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: Namespace(**own))
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: Namespace(**own))
     content = {"distrib_optim_sharding_type": "dp_reshardable"}
     load_content_metadata = wrap_load_content_metadata(lambda **_: content)
     with state.opened(in_training_loop=True, directory=str(tmp_path / "c")):

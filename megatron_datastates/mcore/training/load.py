@@ -112,7 +112,7 @@ def _bring_home(purpose: str) -> None:
     Collective. For a load of a chosen iteration (--ckpt-step), that one, if it is not there.
     """
     import torch.distributed as dist
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     args = get_args()
     if not is_selected(args) or not _is_resume(purpose):
@@ -138,7 +138,7 @@ def _require_chosen(purpose: str) -> None:
         NotACheckpointError: it is not; Megatron would name a file of it.
         StorageError: rank 0 cannot look.
     """
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     from megatron_datastates.pipeline.publishing.agreement import Collectives
 
@@ -180,14 +180,14 @@ def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
 
 def _is_resume(purpose: str) -> bool:
     """Returns whether this load continues a run: not one of weights alone, nor of another model's."""
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     # Looked up late: load_checkpoint itself sets `finetune` for a release or pretrained checkpoint.
     return purpose == "load" and not getattr(get_args(), "finetune", False)
 
 
 def _options() -> Options:
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     return options_of(get_args())
 
@@ -266,7 +266,7 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
         metadata, load = original(*args, **kwargs), state.current()
         if not load.in_training_loop or load.directory is None or not is_ours(load.directory):
             return metadata
-        from megatron.training.global_vars import get_args
+        from megatron.training.checkpointing import get_args
 
         from megatron_datastates.mcore.load.optimizer_request import BY_OWN_BUCKETS
 
@@ -299,7 +299,7 @@ def _is_hybrid(args: Any) -> bool:
 
 def _advice(load: state.Load) -> str:
     """Returns what the user can do. Collective if the ranks search for an older checkpoint."""
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     from megatron_datastates.pipeline.publishing.agreement import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint

@@ -137,7 +137,7 @@ def _finish_objects() -> None:
 
 
 def _require_restored_data(train_iterator: Any) -> None:
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     # Only loaders of the script's own have a position: Megatron's go by the number of consumed samples.
     if getattr(get_args(), "dataloader_type", None) == "external":
@@ -192,7 +192,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = Parameters(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
+        from megatron.training.checkpointing import get_args
 
         chosen = get_args()
         if not _saves_are_ours(chosen):

@@ -153,7 +153,7 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
 
     Raises OSError when called.
     """
-    from megatron.training.global_vars import get_args
+    from megatron.training.checkpointing import get_args
 
     if not _is_ours:
         return None
