@@ -117,8 +117,8 @@ void SaveJob::HoldBack(CuStream trainer) {
     hold.end = record();
     const MutexLock lock(holding_);
     holds_.push_back(std::move(hold));
-  } catch (const Failure& failure) {
-    Fail(failure);  // the trainer must not see an exception; what it does next may tear the copies
+  } catch (const std::exception& error) {
+    FailIn("hold back", error);  // the trainer must not see it; what it does next may tear the copies
   }
 }
 
@@ -133,7 +133,7 @@ double SaveJob::StreamWaited() {
       stream_waited_ += 1e-3 * copier_->driver()->MillisecondsBetween(begin->get(), end->get());
       holds_.erase(holds_.begin());
     }
-  } catch (const Failure&) {
+  } catch (const std::exception&) {
     holds_.clear();  // this is only a measurement; the calls that copy report a broken device
   }
   return stream_waited_;

@@ -35,6 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"ds-read read {more}" for more in ("", "--and-following")),
         *(f"{thread} --paranoid" for thread in ("ds-stage", "main")),
         "main",
+        "main fence",
         pytest.param("main device device device --queues", id="copies of samples are lost sight of"),
         pytest.param("ds-stage host --queues", id="a read ends twice"),
         pytest.param("ds-stage --queues --slow", id="a slot is returned while the device copies to it"),

@@ -171,6 +171,24 @@ def sweep_reads(memory: Memory, options: argparse.Namespace) -> int:
         total += failed
 
 
+def sweep_fences(memory: Memory, options: argparse.Namespace) -> int:
+    """A fence that finds no memory raises nothing, and fails the save: its sources change next."""
+    for nth in itertools.count(1):
+        attempt = Attempt(options, 0)
+        attempt.start(["device"])
+        (save,) = attempt.saves
+        save.expect(Milestone.ENQUEUED)
+        memory.fail(nth)
+        save.job.hold_back(attempt.stream)
+        failed = memory.suffice()
+        assert bool(save.error) == bool(failed)
+        attempt.end(save)
+        attempt.close()
+        if failed == 0:
+            return nth - 1
+    raise AssertionError
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("library")
@@ -178,7 +196,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("thread", help="its name; 'main' is the trainer's")
     parser.add_argument(
-        "kinds", nargs="*", default=["device", "host"], help="of the saves: device, host; or read"
+        "kinds", nargs="*", default=["device", "host"], help="of the saves: device, host; or read, fence"
     )
     parser.add_argument("--and-following", action="store_true", help="no later allocation succeeds either")
     parser.add_argument("--queues", action="store_true", help="fail only those of queues")
@@ -191,6 +209,8 @@ def main() -> None:
     memory = Memory(options.library, options.thread, and_following=options.and_following, sizes=sizes)
     if options.kinds == ["read"]:
         return print(sweep_reads(memory, options))
+    if options.kinds == ["fence"]:
+        return print(sweep_fences(memory, options))
     # A queue asks for memory at every fifth element or so.
     uses = range(6) if options.queues and not options.slow else [0]
     print(sum(sweep(memory, options, before) for before in uses))
