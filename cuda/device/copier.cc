@@ -1,8 +1,15 @@
 #include "device/copier.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 namespace datastates {
+namespace {
+
+constexpr auto kRetryInterval = std::chrono::milliseconds(100);
+
+}  // namespace
 
 DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)),
@@ -128,6 +135,20 @@ void DeviceCopier::WaitForAll() {
   const MutexLock lock(waiting_for_all_);
   driver_->Record(last_.get(), stream_);
   driver_->Synchronize(last_.get());
+}
+
+void DeviceCopier::Drain() noexcept {
+  while (true) {
+    try {
+      driver_->SetContext(context_);  // this thread may not have entered it
+      const RelaxedCapture relaxed(*driver_);
+      return WaitForAll();
+    } catch (const ContextLost&) {
+      return;
+    } catch (const std::exception&) {
+      std::this_thread::sleep_for(kRetryInterval);
+    }
+  }
 }
 
 }  // namespace datastates

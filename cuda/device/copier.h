@@ -87,6 +87,10 @@ class DeviceCopier {
   void WaitFor(Place place);
   // Waits for everything enqueued so far. Creates no event, so it works without memory for one.
   void WaitForAll();
+  // The same after an error, on any thread: returns once nothing that was enqueued can touch memory any more.
+  // As long as the driver refuses the wait for another reason than a lost context, the copies may still run:
+  // then this waits on, as for a device that hangs.
+  void Drain() noexcept;
 
   const std::shared_ptr<Driver>& driver() const { return driver_; }
   CuContext context() const { return context_; }

@@ -27,9 +27,9 @@ constexpr const char* kNotMapped =
 constexpr const char* kAllIsLost =
     ". After this error every CUDA call of this process fails, the trainer's too: restart the process";
 
-// The errors after which, by cuda.h, the context or the process cannot be used any more.
+// See ContextLost; 4: the driver is shutting down.
 bool EndsContext(int result) {
-  for (const int ending : {226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911}) {
+  for (const int ending : {4, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911}) {
     if (result == ending) return true;
   }
   return false;
@@ -139,9 +139,10 @@ void Driver::Check(int result, const char* call) const {
   if (result == kSuccess) return;
   const char* text = nullptr;
   table_->error_string(result, &text);
-  throw Failure(call, "", 0,
-                std::string(text ? text : "unknown error") + " (CUDA error " + std::to_string(result) + ")" +
-                    (EndsContext(result) ? kAllIsLost : ""));
+  const std::string found =
+      std::string(text ? text : "unknown error") + " (CUDA error " + std::to_string(result) + ")";
+  if (EndsContext(result)) throw ContextLost(call, "", 0, found + kAllIsLost);
+  throw Failure(call, "", 0, found);
 }
 
 void Driver::CheckCopy(int result, const char* call) const {

@@ -19,6 +19,13 @@ using CuStream = void*;
 using CuEvent = void*;
 using CuPointer = unsigned long long;
 
+// The error of a call after which, by cuda.h, the context or the process cannot be used any more. Nothing
+// that was enqueued touches memory from then on.
+class ContextLost : public Failure {
+ public:
+  using Failure::Failure;
+};
+
 class Driver {
  public:
   // Opens the library `path` (a test may name a fake one). Throws a Failure that says what to do.

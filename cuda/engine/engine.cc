@@ -195,7 +195,7 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
   } catch (const std::exception& error) {
     job->FailIn("take samples", error);
   }
-  AwaitDevice(*job);
+  job->copier()->Drain();  // copies of samples may have been enqueued
   job->EndRead();
 }
 

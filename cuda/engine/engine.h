@@ -147,7 +147,6 @@ class Engine {
   std::vector<BlockPart> FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target,
                                   bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
-  void AwaitDevice(const SaveJob& job);
   void Await(CopiedChunk* copied);
   void Write(FilledChunk chunk);
   void WriteFooter(const Footer& footer);

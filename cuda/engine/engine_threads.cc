@@ -214,7 +214,7 @@ void Engine::Stage(const QueuedBatch& queued) {
   } catch (const std::exception& error) {
     job.FailIn("stage", error);
   }
-  if (device) AwaitDevice(job);
+  if (device) job.copier()->Drain();  // enqueued copies still read the sources and write to the slot
   if (reads) job.EndRead();
   filled.slot.Return();
   if (queued.first_pass) EndFirstCopy(queued);
@@ -266,16 +266,6 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   return slot;
 }
 
-// Called after an error: enqueued copies may still read their sources and write to the slot or the samples.
-void Engine::AwaitDevice(const SaveJob& job) {
-  try {
-    if (job.copier()->driver()->CurrentContext() == nullptr) return;  // this thread could not enter it
-    job.copier()->WaitForAll();
-  } catch (const std::exception&) {
-    // The context is lost, and with it every copy. The job keeps the first error.
-  }
-}
-
 void Engine::AwaitLoop() {
   NameThread("ds-await");
   YieldToWakers();
@@ -308,7 +298,7 @@ void Engine::Await(CopiedChunk* copied) {
     if (filled.batch) return PassToWriters(&filled);
   } catch (const std::exception& error) {
     job.FailIn("await copies", error);
-    AwaitDevice(job);
+    job.copier()->Drain();
   }
   job.EndRead();
   filled.slot.Return();

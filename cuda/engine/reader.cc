@@ -107,15 +107,11 @@ void ReadJob::ReadWindows() {
       lent.front().copied = copier_->Enqueued();
       std::rotate(lent.begin(), lent.begin() + 1, lent.end());
     }
-    AwaitDevice();
+    // Waits for what any thread has enqueued: before that no slot is returned and the job does not end.
+    if (copier_) copier_->WaitForAll();
   } catch (const std::exception& error) {
     Fail(error);
-    // Copies enqueued before the error still read from the slots.
-    try {
-      AwaitDevice();
-    } catch (const std::exception&) {
-      // The context is lost, and with it every copy.
-    }
+    if (copier_) copier_->Drain();  // copies enqueued before the error still read from the slots
   }
 }
 
@@ -177,12 +173,6 @@ bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
   const MutexLock lock(mutex_);
   result_.bytes_read += window.end - window.begin;
   return device;
-}
-
-// Waits for everything enqueued so far, by any thread: before that no slot is returned and the job does not
-// end.
-void ReadJob::AwaitDevice() {
-  if (copier_) copier_->WaitForAll();
 }
 
 // Any other exception than a Failure means that memory or a thread is lacking.

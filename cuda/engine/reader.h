@@ -98,7 +98,6 @@ class ReadJob {
   bool TakeSlot(std::deque<Lent>* lent);
   bool Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data);
   bool Deliver(const ReadPlan::Window& window, const uint8_t* data);
-  void AwaitDevice();
   void Fail(const std::exception& error) noexcept;
 
   const std::shared_ptr<Reader> reader_;

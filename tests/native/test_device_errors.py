@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.engine._native import Milestone
-from tests.native.fake_cuda.driver import LAUNCH_FAILURE, FakeCuda
+from tests.native.fake_cuda.driver import ILLEGAL_ACCESS, INVALID_CONTEXT, LAUNCH_FAILURE, FakeCuda
 from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
 SLOT = 64 * KIB
@@ -44,29 +44,32 @@ def test_a_worker_that_cannot_enter_the_context_fails_the_save(
     save = Save(device_engines(), tmp_path / "data", shard(), stream=cuda.new_stream())
     assert call in save.failure()
     cuda.let_go()
-    # A context that nobody can enter takes its copies along; the fake one's still read their sources.
+    # An error that ends the context ends its copies; the fake one's still read their sources.
     eventually(lambda: len(cuda.calls("ran")) == cuda.copies_to_host, "samples are copied")
 
 
 @pytest.mark.parametrize(
-    ("call", "nth", "eager"),
+    ("call", "nth", "code", "eager"),
     [
-        pytest.param("cuThreadExchangeStreamCaptureMode", 0, False, id="cannot enter the context"),
-        pytest.param("cuEventSynchronize", 1, True, id="cannot wait for a slot"),
+        pytest.param("cuThreadExchangeStreamCaptureMode", 0, ILLEGAL_ACCESS, False, id="no capture mode"),
+        pytest.param("cuEventSynchronize", 1, ILLEGAL_ACCESS, True, id="cannot wait for a slot"),
+        pytest.param("cuCtxSetCurrent", 0, INVALID_CONTEXT, False, id="cannot enter the context"),
+        pytest.param("cuEventSynchronize", 0, INVALID_CONTEXT, True, id="can never wait"),
     ],
 )
 def test_a_failed_save_is_not_released_while_the_device_copies(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str, nth: int, eager: bool
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str, nth: int, code: int, eager: bool
 ) -> None:
     engine, stream = device_engines(), cuda.new_stream()
     cuda.hold_stream(stream)
-    cuda.fail(call, nth)
+    cuda.fail(call, nth, code)
     copies = [Copy(random_bytes(SLOT), 0, device=True, eager=eager)]  # eager ones have no samples
     save = Save(engine, tmp_path / "data", copies, stream=stream)
     save.job.close_input()
     eventually(lambda: call in save.error, "the save fails")
-    assert not save.reaches(Milestone.RELEASED, 0.2)
-    cuda.release_stream(stream)
+    assert not save.reaches(Milestone.STAGED, 0.2)
+    assert not save.reaches(Milestone.RELEASED, 0.0)
+    cuda.let_go()
     assert save.reaches(Milestone.RELEASED)
 
 

@@ -17,7 +17,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
-from tests.native.fake_cuda.driver import LAUNCH_FAILURE, FakeCuda
+from tests.native.fake_cuda.driver import INVALID_CONTEXT, LAUNCH_FAILURE, FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     MIB,
@@ -211,6 +211,19 @@ def test_a_thread_that_cannot_enter_the_context_ends_the_read(
     cuda.fail(call, nth=0)
     assert call in finish_read(start_read(readers(), [source], [whole(target)], cuda.new_stream()))[2]
     cuda.let_go()
+
+
+def test_a_read_whose_threads_cannot_wait_is_not_over_before_its_copies(
+    cuda: FakeCuda, readers: Readers, source: Source
+) -> None:
+    target, stream = np.zeros_like(DATA), cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.fail("cuEventSynchronize", nth=0, code=INVALID_CONTEXT)
+    job = start_read(readers(), [source], [whole(target)], stream)
+    eventually(lambda: "cuEventSynchronize" in str(job.result()[2]), "the read fails")
+    assert not job.wait(0.2)
+    cuda.let_go()
+    assert "cuEventSynchronize" in finish_read(job)[2]
 
 
 @pytest.fixture

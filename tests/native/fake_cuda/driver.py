@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 SOURCES = Path(__file__).parent
-ILLEGAL_ACCESS, LAUNCH_FAILURE = 700, 719
+ILLEGAL_ACCESS, LAUNCH_FAILURE = 700, 719  # these end the context
+INVALID_CONTEXT = 201  # of the calling thread
 
 
 def build(folder: Path) -> Path:
