@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "os/aligned.h"
+#include "os/calls.h"
 
 namespace datastates {
 namespace {
@@ -29,18 +30,6 @@ bool DirectIoFits(int fd) {
   return true;
 }
 
-// Repeats a call until no signal interrupts it (network file systems may return EINTR for any signal). `call`
-// returns an errno or 0, and so does this.
-template <typename Call>
-int Uninterrupted(Call call) {
-  int code;
-  do code = call();
-  while (code == EINTR);
-  return code;
-}
-
-int ErrorOf(int result) { return result < 0 ? errno : 0; }
-
 }  // namespace
 
 DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults)
@@ -48,7 +37,7 @@ DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, 
   MakeDirectories();
   int code = Open(direct_ ? O_DIRECT : 0);
   if (code == 0 && direct_ && !DirectIoFits(fd_)) {
-    StopDirect();
+    StopDirect(fd_, &direct_);
   } else if (code == EINVAL && direct_) {
     // Some file systems create the file before they refuse the flag.
     unlink(path_.c_str());
@@ -127,22 +116,17 @@ void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
         effect.error ? -1 : backend_->Write(fd_, data + done, wanted, static_cast<off_t>(offset + done));
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0 && errno == EINVAL && direct) {
-      StopDirect();
+      StopDirect(fd_, &direct_);
       continue;
     }
     if (wrote < 0) Throw("write", errno);
     if (wrote == 0) Throw("write", ENOSPC);
     // A short write may end at an unaligned offset, where no direct write can begin.
-    if (static_cast<uint64_t>(wrote) % kAlignment != 0) StopDirect();
+    if (static_cast<uint64_t>(wrote) % kAlignment != 0) StopDirect(fd_, &direct_);
     done += static_cast<uint64_t>(wrote);
   }
   if (!direct_)
     sync_file_range(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
-}
-
-void DataFile::StopDirect() {
-  fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) & ~O_DIRECT);
-  direct_ = false;
 }
 
 void DataFile::Truncate(uint64_t bytes) {

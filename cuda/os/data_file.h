@@ -41,7 +41,6 @@ class DataFile {
  private:
   void MakeDirectories();
   int Open(int flags);  // returns an errno, or 0
-  void StopDirect();
   void SyncDirectory(const std::string& directory);
   [[noreturn]] void Throw(const char* operation, int code) const;
   int Injected(const char* operation);

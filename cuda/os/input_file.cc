@@ -5,20 +5,17 @@
 #include <unistd.h>
 
 #include "os/aligned.h"
+#include "os/calls.h"
 #include "os/fork.h"
 
 namespace datastates {
 
 InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     : path_(path), faults_(faults), direct_(direct) {
-  // Without O_NONBLOCK, opening a pipe would wait for a writer. Regular files ignore the flag.
-  const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
-  if (direct) fd_ = open(path.c_str(), flags | O_DIRECT);
-  if (fd_ < 0) {
+  if (!direct || Open(O_DIRECT) != 0) {
     direct_ = false;
-    fd_ = open(path.c_str(), flags);
+    if (const int code = Open(0)) throw FileFailure("open", path, code);
   }
-  if (fd_ < 0) throw FileFailure("open", path, errno);
   struct stat found;
   const int error = fstat(fd_, &found) == 0 ? 0 : errno;
   if (error != 0 || !S_ISREG(found.st_mode)) {
@@ -28,14 +25,18 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
   CloseInForkedChildOrNow(fd_);
 }
 
+int InputFile::Open(int flags) {
+  return Uninterrupted([&] {
+    if (const int code = faults_->Count("open").error) return code;
+    // Without O_NONBLOCK, opening a pipe would wait for a writer. Regular files ignore the flag.
+    fd_ = open(path_.c_str(), flags | O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    return ErrorOf(fd_);
+  });
+}
+
 InputFile::~InputFile() {
   ForgetDescriptor(fd_);
   close(fd_);
-}
-
-void InputFile::StopDirect() {
-  fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) & ~O_DIRECT);
-  direct_ = false;
 }
 
 void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
@@ -50,7 +51,7 @@ void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
     const ssize_t got = effect.error ? -1 : pread(fd_, buffer + (at - begin), wanted, static_cast<off_t>(at));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EINVAL && direct) {
-      StopDirect();
+      StopDirect(fd_, &direct_);
       continue;
     }
     const std::string where = "at offset " + std::to_string(at);
@@ -59,7 +60,7 @@ void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
       throw FileFailure("read", path_, 0,
                         "the file ends " + where + ", before its data does: it was truncated");
     }
-    if (static_cast<uint64_t>(got) % kAlignment != 0) StopDirect();
+    if (static_cast<uint64_t>(got) % kAlignment != 0) StopDirect(fd_, &direct_);
     at += static_cast<uint64_t>(got);
   }
 }

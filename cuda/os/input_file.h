@@ -24,7 +24,7 @@ class InputFile {
   void ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end);
 
  private:
-  void StopDirect();
+  int Open(int flags);  // returns an errno, or 0
 
   const std::string path_;
   Faults* const faults_;

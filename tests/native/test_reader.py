@@ -219,6 +219,10 @@ def test_a_read_that_was_interrupted_or_refused_direct_io_is_repeated(stored: Pa
     Read(stored, [(0, len(DATA))], direct=True, threads=2, faults=faults).assert_delivered()
 
 
+def test_an_open_that_a_signal_interrupts_is_made_again(stored: Path) -> None:
+    Read(stored, [(0, len(DATA))], direct=True, faults="open:1:EINTR,open:2:EINTR").assert_delivered()
+
+
 # -- strided spans, of several files -----------------------------------------------------------------------
 
 
