@@ -95,8 +95,11 @@ void DataFile::Reserve(uint64_t bytes) {
     return ErrorOf(fallocate(fd_, 0, 0, static_cast<off_t>(bytes)));
   });
   if (code == 0) return;
-  if (code != EOPNOTSUPP && code != ENOSYS && code != EINVAL) throw FileFailure("reserve", path_, code, need);
-  // Not every file system can reserve space; then its free space is the best estimate.
+  for (const int lacking : {ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM}) {
+    if (code == lacking) throw FileFailure("reserve", path_, code, need);
+  }
+  // Not every file system can reserve space, and they say so in many ways (EOPNOTSUPP, ENOSYS, EPERM, 524);
+  // then its free space is the best estimate.
   struct statvfs facts{};
   if (fstatvfs(fd_, &facts) == 0 && facts.f_blocks != 0 &&
       static_cast<uint64_t>(facts.f_bavail) * facts.f_frsize < bytes) {

@@ -183,8 +183,11 @@ def test_a_full_disk_is_found_before_the_first_copy(engines: Engines, tmp_path: 
     assert not save.path.exists()
 
 
-def test_where_space_cannot_be_reserved_the_free_space_must_do(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(faults="reserve:0:EOPNOTSUPP")
+@pytest.mark.parametrize("code", ["EOPNOTSUPP", "EPERM"])
+def test_where_space_cannot_be_reserved_the_free_space_must_do(
+    engines: Engines, tmp_path: Path, code: str
+) -> None:
+    engine = engines(faults=f"reserve:0:{code}")
     save_whole(engine, tmp_path / "data", COPIES)
     save = Save(engine, tmp_path / "huge", COPIES, reserve=1 << 60)
     assert save.failure().startswith("reserve") and os.strerror(errno.ENOSPC) in save.error
