@@ -54,10 +54,19 @@ DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, 
 }
 
 int DataFile::Open(int flags) {
+  bool interrupted = false;
   return Uninterrupted([&] {
-    if (int code = Injected("open")) return code;
-    fd_ = open(path_.c_str(), flags | O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
-    return ErrorOf(fd_);
+    int code = Injected("open");
+    const auto open_with = [&](int more) {
+      fd_ = open(path_.c_str(), flags | more | O_WRONLY | O_CLOEXEC, 0666);
+      code = ErrorOf(fd_);
+    };
+    if (code == 0) open_with(O_CREAT | O_EXCL);
+    // A call that was interrupted may have made the file. Names are random, so an empty file is ours.
+    std::error_code unknown;
+    if (code == EEXIST && interrupted && fs::file_size(path_, unknown) == 0) open_with(0);
+    interrupted = interrupted || code == EINTR;
+    return code;
   });
 }
 

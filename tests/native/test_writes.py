@@ -198,6 +198,23 @@ def test_a_call_that_a_signal_interrupts_is_made_again(engines: Engines, tmp_pat
     save_whole(engines(faults=f"{call}:1:EINTR,{call}:2:EINTR"), tmp_path / "data", COPIES)
 
 
+@pytest.mark.parametrize(
+    ("faults", "content", "is_taken"),
+    [("open:1:EINTR", b"", True), ("open:1:EINTR", b"precious", False), ("", b"", False)],
+)
+def test_an_empty_file_is_its_own_after_an_open_that_a_signal_interrupted(
+    engines: Engines, tmp_path: Path, faults: str, content: bytes, is_taken: bool
+) -> None:
+    """The call may have made the file before it was interrupted, on network file systems."""
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    if is_taken:
+        save_whole(engines(faults=faults), path, COPIES)
+    else:
+        assert os.strerror(errno.EEXIST) in Save(engines(faults=faults), path, COPIES).failure()
+        assert path.read_bytes() == content
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
