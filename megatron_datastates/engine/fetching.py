@@ -84,11 +84,13 @@ def _finish(
 class _Held:
     """A file in memory, as long as an object but with holes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self._descriptor = os.memfd_create("datastates-window", os.MFD_CLOEXEC)
         native.close_in_forked_child(self._descriptor)
-        os.truncate(self._descriptor, size)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
+
+    def set_size(self, size: int) -> None:
+        os.truncate(self._descriptor, size)
 
     def write(self, data: bytes, offset: int) -> None:
         view = memoryview(data)
@@ -102,8 +104,9 @@ class _Held:
 
 
 def _fetch(path: Path, data_bytes: int, window: Window) -> _Held:
-    held = _Held(data_bytes)
+    held = _Held()
     try:
+        held.set_size(data_bytes)
         for begin, end in window.pieces:
             held.write(stores.read(path, begin, end - begin), begin)
     except BaseException as error:

@@ -69,9 +69,13 @@ class SequentialFile:
         """Returns when the file is complete and durable."""
         if self._begin == 0 and self._held < len(self._buffer):  # too little for the engine
             with self._path.open("xb") as file:
-                file.write(self._buffer[: self._held])
-                file.flush()
-                os.fsync(file.fileno())
+                try:
+                    file.write(self._buffer[: self._held])
+                    file.flush()
+                    os.fsync(file.fileno())
+                except BaseException:
+                    self._path.unlink(missing_ok=True)  # `remove` knows only files of the engine
+                    raise
             return
         aligned = max(self._held - 1, 0) // ALIGNMENT * ALIGNMENT
         last = self._buffer[aligned : self._held].tobytes()

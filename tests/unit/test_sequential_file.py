@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,21 @@ def test_a_file_that_cannot_be_written_raises_and_is_removed(tmp_path: Path) -> 
     assert getattr(caught.value, "code", errno.ENOSPC) == errno.ENOSPC
     file.remove()
     failing.close()
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_short_file_that_cannot_be_synced_is_removed(
+    engine: StagingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = SequentialFile(engine, tmp_path / "file", 100, BUFFER)
+    file.write(b"abc")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        file.finish()
+    file.remove()
     assert not (tmp_path / "file").exists()
 
 
