@@ -119,17 +119,19 @@ def test_a_trainer_that_cannot_be_held_back_fails_the_save_quietly(
 def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """Copies enqueued before the error still write to the slot; the next save must not have it by then."""
-    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=1, copy_threads=1)
+    """Copies enqueued before the error still read their sources and write to the slot."""
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=1, copy_threads=1, tripwire=False)
     stream, memory = cuda.new_stream(), random_bytes(1 << 16)
     tiny = [Copy(memory[i * 100 : i * 100 + 64], i * 64, device=True) for i in range(64)]
-    save_whole(engine, tmp_path / "warm", tiny, stream=stream)
-    cuda.delay_copies(seconds=0.01)
+    cuda.hold_stream(stream)
     cuda.fail("cuMemcpyDtoHAsync", nth=30)
     failed = Save(engine, tmp_path / "failed", tiny, stream=stream)
-    save = save_whole(engine, tmp_path / "next", [Copy(random_bytes(ALIGNMENT, 5), 0)])
-    assert "cuMemcpyDtoHAsync" in failed.failure()
-    assert save.status["enqueued_at"] > 0
+    eventually(lambda: "cuMemcpyDtoHAsync" in failed.error, "the save fails")
+    assert not failed.reaches(Milestone.STAGED, 0.2)
+    assert engine.pool()["idle"] == 0
+    cuda.release_stream(stream)
+    failed.failure()
+    save_whole(engine, tmp_path / "next", [Copy(random_bytes(ALIGNMENT, 5), 0)])
 
 
 def test_without_memory_for_an_event_a_save_keeps_its_sources_until_its_copies_ran(
@@ -246,13 +248,14 @@ def test_a_thread_without_a_context_saves_in_that_of_device_0(
     assert len(cuda.calls("cuDevicePrimaryCtxRetain")) == 2
 
 
-def test_a_thread_without_a_context_can_fence(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_thread_without_the_context_can_fence(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, has_another: bool
 ) -> None:
     stream = cuda.new_stream()
     save = Save(device_engines(most_slots=16), tmp_path / "data", shard(), stream=stream)
     save.expect(Milestone.ENQUEUED)
-    cuda.use_context(None)
+    cuda.use_context(cuda.new_context() if has_another else None)
     save.job.hold_back(stream)
     cuda.use_context(cuda.context)
     save.finish()

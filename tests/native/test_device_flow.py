@@ -253,6 +253,22 @@ def test_the_streams_wait_is_measured_by_the_device(
     assert 0.1 < save.job.stream_waited() <= waited + 0.05
 
 
+def test_the_wait_is_measured_while_another_thread_captures_a_graph(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """A call of this thread's that is not relaxed would also end that capture."""
+    trainer = cuda.new_stream()
+    cuda.delay_copies(seconds=0.01)
+    save = Save(device_engines(tripwire=False), tmp_path / "data", [on_device(SLOT)], stream=trainer)
+    save.expect(Milestone.ENQUEUED)
+    save.job.hold_back(trainer)
+    cuda.synchronize(trainer)
+    cuda.capture(True)
+    assert save.job.stream_waited() > 0
+    cuda.capture(False)
+    save.finish()
+
+
 def test_a_stream_that_is_not_held_back_waits_for_nothing(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:

@@ -83,6 +83,22 @@ def test_a_stalled_disk_holds_up_its_own_file_only(crowded: Callable[..., tuple]
     assert_nothing_is_held(engine, tmp_path)
 
 
+def test_a_cancelled_save_that_waits_for_a_slot_is_released_without_one(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, stream = device_engines(most_slots=1, tripwire=False), cuda.new_stream()
+    cuda.hold_stream(stream)
+    holder = Save(engine, tmp_path / "0", [Copy(random_bytes(100), 0, device=True)], stream=stream)
+    holder.expect(Milestone.ENQUEUED)
+    save = Save(engine, tmp_path / "1", [Copy(random_bytes(100), 0)])
+    assert not save.reaches(Milestone.ENQUEUED, 0.2)  # it is waiting by then
+    save.job.cancel("enough")
+    save.failure()
+    assert engine.pool()["idle"] == 0
+    cuda.release_stream(stream)
+    finish_all([holder])
+
+
 @pytest.mark.parametrize("faults", ["write:1:EIO", "write:7:ENOSPC", "reserve:2:ENOSPC", "open:3:EIO"])
 def test_a_disk_that_fails_one_file_fails_no_other(
     crowded: Callable[..., tuple], tmp_path: Path, faults: str

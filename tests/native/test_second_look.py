@@ -243,6 +243,14 @@ def test_eager_sources_do_not_wait_for_the_look(
     save.assert_stored()
 
 
+def test_sources_of_a_save_that_has_failed_are_not_looked_at(engines: Engines, tmp_path: Path) -> None:
+    """Once it has failed they may be freed: no read of them may begin."""
+    engine = engines(slot_bytes=SLOT, faults="open:1:EIO")
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(9 * SLOT), 0)])
+    assert save.failure().startswith("open")
+    assert save.status["looked_at"] == -1
+
+
 @pytest.mark.parametrize("options", [{"tripwire": False}, {"paranoid": True}])
 def test_no_look_without_tripwire_or_where_all_is_read_twice(
     engines: Engines, tmp_path: Path, options: dict[str, bool]

@@ -164,6 +164,16 @@ def test_a_file_that_was_not_synced_is_not_durable(engines: Engines, tmp_path: P
     assert not save.path.exists()
 
 
+def test_every_directory_that_was_made_is_synced_and_the_one_before(engines: Engines, tmp_path: Path) -> None:
+    """Else the file might have no name after a power cut."""
+    engine = engines(faults="sync directory:3:EIO")
+    save = Save(engine, tmp_path / "a" / "b" / "data", COPIES)
+    save.job.close_input()
+    save.expect(Milestone.WRITTEN)
+    engine.finish(job=save.job, footer=FOOTER, offset=save.end)
+    assert save.failure(Milestone.DURABLE).startswith(f"sync directory {tmp_path}:")
+
+
 def test_durable_comes_after_the_sync(engines: Engines, tmp_path: Path) -> None:
     engine = engines(faults="sync:1:stall=1000")
     save = Save(engine, tmp_path / "data", COPIES)

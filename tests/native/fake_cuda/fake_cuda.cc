@@ -45,6 +45,7 @@ namespace {
 using namespace fake;
 
 constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kHostRegisterPortable = 1;
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 
@@ -130,6 +131,7 @@ int EventCreate(void** event, unsigned flags) {
   Event made;
   *event = NewHandle(world, "event", &made.name);
   made.timing = (flags & kEventDisableTiming) == 0;
+  made.context = current_context;
   world.events[*event] = made;
   return kSuccess;
 }
@@ -140,8 +142,20 @@ int EventDestroy(void* event) {
   return TheWorld().events.erase(event) ? kSuccess : kInvalidHandle;
 }
 
+// By CUDA's documentation, cuEventRecord and cuEventElapsedTime need handles of one context; queries and
+// waits do not.
+bool AreOfOneContext(void* event, void* stream) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  const auto recorded = world.events.find(event);
+  const auto on = world.streams.find(stream);
+  return recorded != world.events.end() && on != world.streams.end() &&
+         (on->second->context == nullptr || on->second->context == recorded->second.context);
+}
+
 int EventRecord(void* event, void* stream) {
   if (int code = Enter("cuEventRecord", NameOf(event) + " " + NameOf(stream), kContext)) return code;
+  if (!AreOfOneContext(event, stream)) return kInvalidHandle;
   auto mark = Enqueue(stream, [] {});
   Lock lock(TheWorld().mutex);
   auto found = TheWorld().events.find(event);
@@ -180,6 +194,7 @@ int EventElapsed(float* milliseconds, void* begin, void* end) {
   Lock lock(world.mutex);
   const auto from = world.events.find(begin), to = world.events.find(end);
   if (from == world.events.end() || to == world.events.end()) return kInvalidHandle;
+  if (from->second.context != to->second.context) return kInvalidHandle;
   if (!from->second.timing || !to->second.timing) return kInvalidHandle;
   if (!from->second.last || !to->second.last) return kInvalidHandle;
   if (!from->second.last->done || !to->second.last->done) return kNotReady;
@@ -197,8 +212,9 @@ int EventSynchronize(void* event) {
   return TheWorld().context_error;
 }
 
-int HostRegister(void* memory, size_t bytes, unsigned) {
+int HostRegister(void* memory, size_t bytes, unsigned flags) {
   if (int code = Enter("cuMemHostRegister", std::to_string(bytes), kContext | kNoCapture)) return code;
+  if ((flags & kHostRegisterPortable) == 0) Log("misuse: memory is page-locked for one context only");
   World& world = TheWorld();
   Lock lock(world.mutex);
   const auto begin = reinterpret_cast<uintptr_t>(memory);

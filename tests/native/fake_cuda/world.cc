@@ -45,6 +45,7 @@ void* MakeStream(const char* kind) {
   void* handle = nullptr;  // the default stream's
   if (kind != nullptr) {
     handle = NewHandle(world, kind, &stream->name);
+    stream->context = current_context;
   } else if (world.streams.count(nullptr)) {
     return nullptr;
   } else {

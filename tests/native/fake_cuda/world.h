@@ -29,11 +29,13 @@ struct Mark {
 struct Event {
   std::string name;
   bool timing = false;
+  void* context = nullptr;     // its creator's
   std::shared_ptr<Mark> last;  // null: never recorded, which counts as done
 };
 
 struct Stream {
   std::string name;
+  void* context = nullptr;  // its creator's; null: the default stream, which every context has
   std::deque<std::function<void()>> queue;  // the first one may be running
   bool held = false;
   bool closing = false;

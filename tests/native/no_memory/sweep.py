@@ -81,6 +81,7 @@ class Attempt:
         device[:] = random_bytes(8 * SLOT, 1)
         self.copies = {"device": Copy(device, 0, device=True), "host": Copy(random_bytes(8 * SLOT, 2), 0)}
         self.more = random_bytes(2 * SLOT, 3)
+        self.delay_samples, self.scratch = options.queues, cuda.allocate(1)
         self.saves: list[Save] = []
         if before:
             self.save_whole(Copy(device[: before * SLOT], 0, device=True))
@@ -95,12 +96,22 @@ class Attempt:
             for save in self.saves:
                 assert save.reaches(Milestone.ENQUEUED)
             before = self.cuda.copies_to_host
+            if self.delay_samples:
+                self.cuda.launch_fill(self.stream, self.scratch.ctypes.data, 0, 1, seconds=0.02)
             try:
                 path = self.folder / str(number)
                 self.saves.append(Save(self.engine, path, [self.copies[kind]], stream=self.stream))
+                if self.delay_samples and kind == "device":
+                    self.check_samples(self.saves[-1])
             except (MemoryError, native.NativeError):
                 time.sleep(0.02)
                 assert self.cuda.copies_to_host == before, "nobody has the save, but it copies"
+
+    def check_samples(self, save: Save) -> None:
+        """Requires that a save that failed gives up its sources after the samples, its first copies, ran."""
+        if save.error and save.reaches(Milestone.STAGED, 0):
+            ran = [line for line in self.cuda.calls("ran") if line.startswith("copy")]
+            assert len(ran) == self.cuda.copies_to_host, "sources are given up under their copies"
 
     def end(self, save: Save) -> None:
         with self.or_cancelled(save):
