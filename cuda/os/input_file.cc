@@ -43,9 +43,9 @@ void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
   for (uint64_t at = begin; at < end;) {
     const bool direct = direct_;  // for this call: another thread may clear direct_ meanwhile
     const Faults::Effect effect = faults_->Count("read");
-    // A direct read ends at a multiple of kAlignment. After a short read that did not, only a buffered read
-    // can continue, and not past `end`, where the buffer ends.
-    uint64_t wanted = direct ? AlignUp(end - at, kAlignment) : end - at;
+    // A direct read asks for all that the buffer has room for. Where a short one ended at an unaligned
+    // offset, most file systems refuse the next (EINVAL below); some accept it, such as NFS.
+    uint64_t wanted = direct ? begin + AlignUp(end - begin, kAlignment) - at : end - at;
     if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
     errno = effect.error;
     const ssize_t got = effect.error ? -1 : pread(fd_, buffer + (at - begin), wanted, static_cast<off_t>(at));
@@ -60,7 +60,6 @@ void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
       throw FileFailure("read", path_, 0,
                         "the file ends " + where + ", before its data does: it was truncated");
     }
-    if (static_cast<uint64_t>(got) % kAlignment != 0) StopDirect(fd_, &direct_);
     at += static_cast<uint64_t>(got);
   }
 }
