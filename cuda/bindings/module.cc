@@ -11,6 +11,7 @@
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
 #include "bindings/failure.h"
+#include "bindings/home.h"
 #include "bindings/numbers.h"
 #include "bindings/reader.h"
 #include "bindings/structure.h"
@@ -52,41 +53,29 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
   return Batch(begin, end, chunk_bytes, fenced, std::move(spans), seed);
 }
 
-// The object that Python holds. A forked child lacks the engine's threads: there it leaks the engine, never
-// joins.
-class EngineHandle {
+class EngineHandle : public AtHome<Engine> {
  public:
-  explicit EngineHandle(const Engine::Options& options) : engine_(std::make_shared<Engine>(options)) {}
-  ~EngineHandle() {
-    if (!home_.IsHere()) {
-      Leak(std::move(engine_));
-    } else if (engine_) {
-      nb::gil_scoped_release release;
-      engine_->Close();
-      engine_.reset();
-    }
-  }
+  explicit EngineHandle(const Engine::Options& options)
+      : AtHome("engine", std::make_shared<Engine>(options)) {}
 
-  // Every call holds a reference while it runs without the GIL, since another thread may close the engine.
-  std::shared_ptr<Engine> engine() {
-    if (!home_.IsHere())
-      throw nb::value_error(
-          "this engine belongs to the parent of this process; a forked child cannot use it");
-    if (!engine_) throw nb::value_error("this engine is closed");
-    return engine_;
+  // Another thread may close the engine meanwhile: the reference keeps it.
+  std::shared_ptr<Engine> engine() const {
+    std::shared_ptr<Engine> engine = get();
+    if (!engine) throw nb::value_error("this engine is closed");
+    return engine;
   }
   // False for an engine that is closed or the parent's.
-  bool is_open() const { return home_.IsHere() && engine_ != nullptr; }
+  bool is_open() const { return home_.IsHere() && object_ != nullptr; }
   // Returns whether every thread ended within that time. Threads that a hung disk or device blocks are
   // leaked, with all that they use. Handles signals while it waits; if a handler raises, the engine can be
   // closed later.
   bool Close(double seconds) {
-    if (!home_.IsHere() || !engine_) return true;
-    auto closing = std::move(engine_);
+    if (!is_open()) return true;
+    auto closing = std::move(object_);
     const auto begin = std::chrono::steady_clock::now();
     while (!CloseWithinSlice(&closing)) {
       if (PyErr_CheckSignals() != 0) {
-        engine_ = std::move(closing);
+        object_ = std::move(closing);
         throw nb::python_error();
       }
       if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() >= seconds) {
@@ -98,18 +87,12 @@ class EngineHandle {
   }
 
  private:
-  static void Leak(std::shared_ptr<Engine> engine) {
-    static_cast<void>(new std::shared_ptr<Engine>(std::move(engine)));
-  }
   static bool CloseWithinSlice(std::shared_ptr<Engine>* engine) {
     nb::gil_scoped_release release;
     if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
     engine->reset();
     return true;
   }
-
-  const HomeProcess home_;
-  std::shared_ptr<Engine> engine_;
 };
 
 nb::dict PoolDict(EngineHandle& self) {

@@ -14,8 +14,8 @@
 
 #include "bindings/arrays.h"
 #include "bindings/failure.h"
+#include "bindings/home.h"
 #include "engine/reader.h"
-#include "os/fork.h"
 
 using namespace nanobind::literals;
 
@@ -34,35 +34,6 @@ std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   }
   return files;
 }
-
-// Owns an object whose threads exist only in the process that created it: a forked child leaks it, never
-// joins.
-template <typename Object>
-class AtHome {
- public:
-  explicit AtHome(std::shared_ptr<Object> object) : object_(std::move(object)) {}
-  ~AtHome() {
-    if (!home_.IsHere()) {
-      static_cast<void>(new std::shared_ptr<Object>(std::move(object_)));
-    } else {
-      nb::gil_scoped_release release;
-      object_.reset();
-    }
-  }
-  AtHome(const AtHome&) = delete;
-  AtHome& operator=(const AtHome&) = delete;
-
-  const std::shared_ptr<Object>& get() const {
-    if (!home_.IsHere())
-      throw nb::value_error(
-          "this reader belongs to the parent of this process; a forked child cannot use it");
-    return object_;
-  }
-
- private:
-  const HomeProcess home_;
-  std::shared_ptr<Object> object_;
-};
 
 using ReaderHandle = AtHome<Reader>;
 using JobHandle = AtHome<ReadJob>;
@@ -98,8 +69,8 @@ void BindReader(nb::module_& module) {
           "__init__",
           [](ReaderHandle* self, bool direct, int threads, size_t slot_bytes, const std::string& driver,
              const std::string& faults, const std::string& sysfs) {
-            new (self) ReaderHandle(std::make_shared<Reader>(
-                Reader::Options{direct, threads, slot_bytes, driver, faults, sysfs}));
+            new (self) ReaderHandle("reader", std::make_shared<Reader>(Reader::Options{
+                                                  direct, threads, slot_bytes, driver, faults, sysfs}));
           },
           nb::kw_only(), "direct"_a, "threads"_a, "slot_bytes"_a, "driver"_a, "faults"_a, "sysfs"_a = "/sys")
       .def(
@@ -119,7 +90,7 @@ void BindReader(nb::module_& module) {
             nb::gil_scoped_release release;
             ReadPlan plan(std::move(sources), std::move(spans), reader->options().slot_bytes);
             auto job = std::make_shared<ReadJob>(reader, std::move(plan), reinterpret_cast<CuStream>(stream));
-            return std::make_unique<JobHandle>(std::move(job));
+            return std::make_unique<JobHandle>("reader", std::move(job));
           },
           nb::kw_only(), "sources"_a, "files"_a, "offsets"_a, "row_bytes"_a, "rows"_a, "file_steps"_a,
           "targets"_a, "target_steps"_a, "flags"_a, "stream"_a);

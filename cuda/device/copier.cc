@@ -30,7 +30,6 @@ void DeviceCopier::StartAfter(CuStream trainer) {
 }
 
 void DeviceCopier::HoldBack(CuStream trainer) const {
-  const ContextScope scope(*driver_, context_);
   Event now(driver_, context_);
   driver_->Record(now.get(), stream_);
   driver_->StreamWait(trainer, now.get());

@@ -29,13 +29,14 @@ namespace datastates {
 // first device target on.
 class Reader {
  public:
+  // The bindings pass every value; defaults are theirs and config.py's.
   struct Options {
-    bool direct = true;
-    int threads = 4;
-    size_t slot_bytes = size_t{4} << 20;  // the longest read; a multiple of kBlockBytes
-    std::string driver = "libcuda.so.1";
+    bool direct;
+    int threads;
+    size_t slot_bytes;  // the longest read; a multiple of kBlockBytes
+    std::string driver;
     std::string faults;
-    std::string sysfs = "/sys";  // os/numa.h
+    std::string sysfs;  // os/numa.h
   };
 
   // Throws Failure for invalid options. Takes no memory yet.
