@@ -174,7 +174,7 @@ class Case:
             slot_bytes=self.slot,
             most_slots=4,
             copy_threads=1,
-            backend="discard",
+            discard=True,
             driver=cuda.path,
             paranoid=self.paranoid,
             tripwire=not self.paranoid,
@@ -231,7 +231,7 @@ def _state_of(count: int, size: int, on_device: bool = False) -> list[Copy]:
 
 def _timings(copies: list[Copy], folder: Path, tripwire: bool) -> tuple[float, float]:
     """Returns milliseconds of this thread's CPU time for the start, and milliseconds of the second look."""
-    engine = make_engine(slot_bytes=HOST_SLOT, backend="discard", tripwire=tripwire)
+    engine = make_engine(slot_bytes=HOST_SLOT, discard=True, tripwire=tripwire)
     try:
         described: Any = arrays(copies)
         begin = time.thread_time()
@@ -294,7 +294,7 @@ def measure_device_calls(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]
     for name, (count, size) in states.items():
         before = {call: len(cuda.calls(call)) for call in _COPIES}
         copies_before = cuda.copies_to_host
-        engine = make_engine(driver=cuda.path, slot_bytes=DEVICE_SLOT, backend="discard")
+        engine = make_engine(driver=cuda.path, slot_bytes=DEVICE_SLOT, discard=True)
         with tempfile.TemporaryDirectory(prefix="datastates-bench-", dir=folder) as inside:
             copies, stream = _state_of(count, size, on_device=True), cuda.new_stream()
             save = Save(engine, Path(inside, "data"), copies, stream=stream, lazy_seconds=3600.0)

@@ -305,7 +305,8 @@ class Options:
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
     sysfs: str = dataclasses.field(default="/sys", metadata={})
-    backend: str = dataclasses.field(default="pwrite", metadata={})  # "discard" drops what is written
+    # Write nothing, to measure copies without a disk; no save is ever published then.
+    discard: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
     sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})

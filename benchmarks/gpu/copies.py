@@ -1,6 +1,6 @@
 """Measures copy rates of the engine and of bare loops, into memory: the disk plays no part.
 
-The engine drains into a back end that discards, and into files on tmpfs. A bare loop copies the same sources
+The engine discards what it writes, and into files on tmpfs. A bare loop copies the same sources
 into page-locked memory, with one copy a tensor, and with copies of at most a slot; the faster of the two is
 the reference.
 """
@@ -35,12 +35,12 @@ def measure_copies(part: Part) -> None:
     most = max(map(bytes_of, shards.values()))
     pool = max(map(pool_for, shards.values()))
     with tmpfs(part.folder, 2 * most) as memory:
-        contenders = {"discard": DeviceSaves(part.device, part.folder, pool, backend="discard")}
+        contenders = {"discard": DeviceSaves(part.device, part.folder, pool, discard=True)}
         if memory is None:
             left_out.append(NO_TMPFS)
         else:
             contenders["tmpfs"] = DeviceSaves(part.device, memory, pool)
-        contenders["small_pool"] = DeviceSaves(part.device, part.folder, SMALL_POOL_BYTES, backend="discard")
+        contenders["small_pool"] = DeviceSaves(part.device, part.folder, SMALL_POOL_BYTES, discard=True)
         part.report(connections=CONNECTIONS_LIMIT, left_out=left_out)
         part.report(pools={name: saves.make_pool() for name, saves in contenders.items()})
         bare = BareCopies(part.device.driver, most, part.folder)

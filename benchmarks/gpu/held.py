@@ -54,7 +54,7 @@ def measure_held(part: Part) -> None:
     usual, few, most = (100, 20, 200) if part.is_small else (1000, 200, 20_000)
     cases = {f"{size / GIB:g} GiB": cut_shard(memory[:size], usual) for size in reversed(sizes)}
     pool = max(map(pool_for, cases.values()))
-    saves = DeviceSaves(part.device, part.folder, pool, backend="discard")
+    saves = DeviceSaves(part.device, part.folder, pool, discard=True)
     part.report(first_save=measure_first_save(part.device, saves, cases[largest], work))
     cases[f"{largest}, few tensors"] = cut_shard(memory, few)
     cases["many tensors"] = make_shard(most * 32 * KIB, most)

@@ -1,6 +1,6 @@
 """Saves of device tensors, as the parts of benchmarks.gpu time them.
 
-Every save uses the product's defaults, unless options say otherwise. `backend="discard"` leaves the disk out:
+Every save uses the product's defaults, unless options say otherwise. `discard=True` leaves the disk out:
 it drops what is written, and fails the save once the copies are done.
 """
 

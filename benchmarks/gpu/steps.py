@@ -115,7 +115,7 @@ def _contenders(part: Part, training: Training, left_out: list[str]) -> Iterator
     """Yields saves by where they go, and closes them at the end; adds to `left_out` what cannot be had."""
     pool = pool_for(training.state)
     with tmpfs(part.folder, bytes_of(training.state)) as memory:
-        found = {"discard": DeviceSaves(part.device, part.folder, pool, backend="discard")}
+        found = {"discard": DeviceSaves(part.device, part.folder, pool, discard=True)}
         if memory is None:
             left_out.append(NO_TMPFS)
         else:

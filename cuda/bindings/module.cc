@@ -137,14 +137,14 @@ void BindEngine(nb::module_& module) {
           "__init__",
           [](EngineHandle* self, size_t slot_bytes, size_t most_slots, int copy_threads, int write_threads,
              bool direct, bool checksums, uint64_t copy_limit, uint64_t write_limit,
-             const std::string& driver, const std::string& faults, const std::string& backend, bool tripwire,
-             bool paranoid, const std::string& sysfs, uint64_t sample_seed) {
+             const std::string& driver, const std::string& faults, bool discard, bool tripwire, bool paranoid,
+             const std::string& sysfs, uint64_t sample_seed) {
             new (self) EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
-                                     copy_limit, write_limit, driver, faults, backend, tripwire, paranoid,
+                                     copy_limit, write_limit, driver, faults, discard, tripwire, paranoid,
                                      sysfs, sample_seed});
           },
           nb::kw_only(), "slot_bytes"_a, "most_slots"_a, "copy_threads"_a, "write_threads"_a, "direct"_a,
-          "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "backend"_a = "pwrite",
+          "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "discard"_a = false,
           "tripwire"_a = true, "paranoid"_a = false, "sysfs"_a = "/sys", "sample_seed"_a = 0)
       .def(
           "start",
@@ -259,7 +259,6 @@ NB_MODULE(_native, module) {
       .def("leaves", &Structure::Leaves, "owners"_a, "roots"_a)
       .def("choose", &Structure::Choose, "leaves"_a)
       .def_prop_ro("walks", &Structure::walks);
-  module.def("write_backends", &WriteBackend::Names);
   module.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return Crc32c(crc, data.c_str(), data.size()); }, "data"_a,
       "crc"_a = 0);

@@ -28,7 +28,6 @@ bool HasLazyHostSpans(const Batch& batch) {
 
 Engine::Engine(const Options& options)
     : options_(options),
-      backend_(WriteBackend::Named(options.backend)),
       faults_(options.faults),
       copy_rate_(options.copy_bytes_per_second),
       write_rate_(options.write_bytes_per_second),

@@ -43,7 +43,7 @@ class Engine {
     uint64_t write_bytes_per_second;  // 0: no limit
     std::string driver;
     std::string faults;
-    std::string backend;   // os/write_backend.h
+    bool discard;          // write nothing, to measure copies without a disk
     bool tripwire;         // take samples: engine/tripwire.h
     bool paranoid;         // copy fenced chunks twice and compare checksums (save_job.h)
     std::string sysfs;     // os/numa.h
@@ -155,7 +155,6 @@ class Engine {
   void MoveNearDevice(const SaveJob& job);
 
   const Options options_;
-  WriteBackend* const backend_;
   Faults faults_;
   RateLimit copy_rate_, write_rate_;
   std::atomic<uint64_t> next_seed_;

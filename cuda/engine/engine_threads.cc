@@ -124,7 +124,7 @@ void Engine::StageLoop() {
 
 void Engine::OpenFile(const QueuedBatch& queued) {
   try {
-    if (!queued.job->failed()) queued.job->Open(queued.reserve_bytes, backend_, &faults_);
+    if (!queued.job->failed()) queued.job->Open(queued.reserve_bytes, options_.discard, &faults_);
   } catch (const std::exception& error) {
     queued.job->FailIn("open", error);
   }

@@ -255,8 +255,8 @@ void SaveJob::EndTask() {
   changed_.NotifyAll();
 }
 
-void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults) {
-  auto file = std::make_unique<DataFile>(path_, direct_, backend, faults);
+void SaveJob::Open(uint64_t reserve_bytes, bool discard, Faults* faults) {
+  auto file = std::make_unique<DataFile>(path_, direct_, discard, faults);
   DataFile* const opened = file.get();
   {
     const MutexLock lock(mutex_);
@@ -353,11 +353,10 @@ std::vector<uint32_t> SaveJob::BlockChecksums() const {
 void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) {
   DataFile* const open = file();
   if (open == nullptr) throw FileFailure("write footer", path_, 0, "the file was never opened");
-  if (!open->keeps()) {
-    throw FileFailure(
-        "write footer", path_, 0,
-        "the write back end 'discard' stores nothing, so no file can be finished; it serves only to measure "
-        "copies. Choose the back end 'pwrite'");
+  if (open->discards()) {
+    throw FileFailure("write footer", path_, 0,
+                      "the option 'discard' stores nothing, so no file can be finished; it serves only to "
+                      "measure copies. Leave it out");
   }
   open->WriteAt(data, bytes, offset);
   open->Truncate(offset + bytes);

@@ -114,7 +114,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
   void CountPlanned(const Batch& batch);
   void CloseInput();
-  void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
+  void Open(uint64_t reserve_bytes, bool discard, Faults* faults);
   void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
   void CountStaged(const Batch& batch, const Batch::Chunk& chunk);
   // Writes the chunk, or only takes its digests. `parts` are its checksums, if they have been taken.

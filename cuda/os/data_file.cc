@@ -32,8 +32,8 @@ bool DirectIoFits(int fd) {
 
 }  // namespace
 
-DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults)
-    : path_(path), backend_(backend), faults_(faults), direct_(direct) {
+DataFile::DataFile(const std::string& path, bool direct, bool discard, Faults* faults)
+    : path_(path), discard_(discard), faults_(faults), direct_(direct) {
   MakeDirectories();
   int code = Open(direct_ ? O_DIRECT : 0);
   if (code == 0 && direct_ && !DirectIoFits(fd_)) {
@@ -96,7 +96,7 @@ void DataFile::MakeDirectories() {
 }
 
 void DataFile::Reserve(uint64_t bytes) {
-  if (!keeps()) return;
+  if (discard_) return;
   const std::string need = "needs " + std::to_string(bytes) + " bytes";
   const int code = Uninterrupted([&] {
     const int injected = Injected("reserve");
@@ -124,8 +124,8 @@ void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
     uint64_t wanted = bytes - done;
     if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
     errno = effect.error;
-    const ssize_t wrote =
-        effect.error ? -1 : backend_->Write(fd_, data + done, wanted, static_cast<off_t>(offset + done));
+    ssize_t wrote = effect.error ? -1 : static_cast<ssize_t>(wanted);
+    if (wrote > 0 && !discard_) wrote = pwrite(fd_, data + done, wanted, static_cast<off_t>(offset + done));
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0 && errno == EINVAL && direct) {
       StopDirect(fd_, &direct_);

@@ -16,27 +16,27 @@
 #include "common.h"
 #include "os/faults.h"
 #include "os/fork.h"
-#include "os/write_backend.h"
 
 namespace datastates {
 
 class DataFile {
  public:
   // Throws Failure. `direct`: try O_DIRECT and fall back to buffered writes where it is refused, at
-  // open or at the first write. `backend` and `faults` must outlive the file.
-  DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults);
+  // open or at the first write. `discard`: write nothing, to measure copies without a disk. `faults` must
+  // outlive the file.
+  DataFile(const std::string& path, bool direct, bool discard, Faults* faults);
   ~DataFile();  // closes; Sync has reported any error, or the file is being abandoned
   DataFile(const DataFile&) = delete;
   DataFile& operator=(const DataFile&) = delete;
 
-  void Reserve(uint64_t bytes);  // does nothing if the back end keeps nothing
+  void Reserve(uint64_t bytes);  // does nothing with `discard`
   // `data`, `bytes` and `offset` are multiples of kAlignment. Thread-safe. Short writes are resumed.
   void WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset);
   void Truncate(uint64_t bytes);
   void Sync();
 
   bool direct() const { return direct_; }
-  bool keeps() const { return backend_->Keeps(); }
+  bool discards() const { return discard_; }
 
  private:
   void MakeDirectories();
@@ -47,7 +47,7 @@ class DataFile {
 
   const HomeProcess home_;
   const std::string path_;
-  WriteBackend* const backend_;
+  const bool discard_;
   Faults* const faults_;
   std::vector<std::string> directories_;  // to be synced; constant after construction
   int fd_ = -1;                           // constant after construction

@@ -63,7 +63,7 @@ class Engine:
         write_limit: int,
         driver: str,
         faults: str,
-        backend: str = "pwrite",
+        discard: bool = False,
         tripwire: bool = True,
         paranoid: bool = False,
         sysfs: str = "/sys",
@@ -182,7 +182,6 @@ def summarize_numbers(
 ) -> tuple[int, int, float, float, float, float]:
     """Returns (finite, nans, minimum, maximum, total, squares); the last four of finite elements."""
 
-def write_backends() -> list[str]: ...
 def crc32c(data: bytes, crc: int = 0) -> int: ...
 def crc32c_by_tables(data: bytes, crc: int = 0) -> int: ...
 def sha256(data: bytes) -> bytes: ...

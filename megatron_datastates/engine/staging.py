@@ -66,7 +66,7 @@ class StagingEngine:
                 write_limit=options.write_limit,
                 driver=options.driver,
                 faults=options.faults,
-                backend=options.backend,
+                discard=options.discard,
                 tripwire=options.tripwire,
                 paranoid=options.paranoid,
                 sysfs=options.sysfs,

@@ -98,7 +98,7 @@ def make_engine(**options: Any) -> native.Engine:
         "write_limit": 0,
         "driver": "no driver in this test",
         "faults": "",
-        "backend": native.write_backends()[0],
+        "discard": False,
         "tripwire": True,
         "paranoid": False,
     }

@@ -187,7 +187,7 @@ def test_bytes_in_flight_are_bounded(cuda: FakeCuda, device_engines: Engines, tm
     """A small copy of the trainer's waits for those before it: the device has one copy engine for both."""
     size, count = 8 << 20, 30
     memory = np.zeros(size * count, np.uint8)
-    engine = device_engines(slot_bytes=size, most_slots=count + 2, backend="discard", tripwire=False)
+    engine = device_engines(slot_bytes=size, most_slots=count + 2, discard=True, tripwire=False)
     cuda.delay_copies(seconds=0.005)
     copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
     save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())

@@ -53,8 +53,8 @@ shard = devices.make_shard(8 << 20, 4)
 found = {}
 
 slow = {
-    "discard": DeviceSaves(device, folder, 64 << 20, backend="discard", copy_limit=20 << 20),
-    "small_pool": DeviceSaves(device, folder, 64 << 20, backend="discard"),
+    "discard": DeviceSaves(device, folder, 64 << 20, discard=True, copy_limit=20 << 20),
+    "small_pool": DeviceSaves(device, folder, 64 << 20, discard=True),
 }
 for saves in slow.values():
     saves.make_pool()
@@ -75,7 +75,7 @@ def start_and_take(self, provider):
     taken += 4096
     return start(self, provider)
 DeviceSaves.start = start_and_take
-saves = DeviceSaves(device, folder, 64 << 20, backend="discard")
+saves = DeviceSaves(device, folder, 64 << 20, discard=True)
 found["first_save"] = held.measure_first_save(device, saves, shard, held.Work())
 
 memory.free_bytes = lambda: 10 << 20

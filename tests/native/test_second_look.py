@@ -78,7 +78,7 @@ def test_share_of_changes_that_is_found_is_as_designed(
     """Samples are 2 MiB apart at the start, and 16 KiB at the look; each verdict is the one computed."""
     source, slot, found, wanted = random_bytes(64 * MIB), 2 * MIB, 0, 0
     for seed in range(1, 17):
-        options = {"slot_bytes": slot, "most_slots": 2, "copy_threads": 1, "backend": "discard"}
+        options = {"slot_bytes": slot, "most_slots": 2, "copy_threads": 1, "discard": True}
         engine = device_engines(**options, sample_seed=seed)
         copy = Copy(source, slot)
         begin = int(np.random.default_rng(seed).integers(0, source.nbytes - size))

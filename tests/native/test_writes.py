@@ -1,11 +1,7 @@
-"""Data files: direct I/O where the file system has it, short writes, and errors that say where they happened.
-
-All of it for each write back end (cuda/os/write_backend.h).
-"""
+"""Data files: direct I/O where the file system has it, short writes, and errors that say where they occur."""
 
 import ctypes
 import errno
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +25,6 @@ from tests.native.harness import (
 )
 
 COPIES = [Copy(random_bytes(300 * KIB), 0)]
-
-
-@pytest.fixture(params=native.write_backends())
-def engines(request: pytest.FixtureRequest, engines: Engines) -> Engines:
-    return functools.partial(engines, backend=request.param)
 
 
 def open_flags(path: Path) -> list[int]:
@@ -298,9 +289,9 @@ def test_counters_count_the_bytes_that_were_staged_and_written(engines: Engines,
     save.expect(Milestone.RELEASED)
 
 
-def test_a_back_end_that_discards_leaves_no_footer(engines: Engines, tmp_path: Path) -> None:
+def test_an_engine_that_discards_leaves_no_footer(engines: Engines, tmp_path: Path) -> None:
     copies = [Copy(random_bytes(300 * KIB), 0)]
-    save = Save(engines(backend="discard", checksums=True), tmp_path / "data", copies)
+    save = Save(engines(discard=True, checksums=True), tmp_path / "data", copies)
     save.job.close_input()
     save.expect(Milestone.WRITTEN)
     assert save.status["bytes_written"] == save.end
@@ -308,15 +299,6 @@ def test_a_back_end_that_discards_leaves_no_footer(engines: Engines, tmp_path: P
     assert save.path.stat().st_blocks == 0  # no space was reserved either
     save.engine.finish(job=save.job, footer=FOOTER, offset=save.end)
     assert save.reaches(Milestone.RELEASED)
-    assert "back end 'discard' stores nothing" in save.error
+    assert "option 'discard' stores nothing" in save.error
     assert save.status["durable_at"] < 0
     assert save.path.stat().st_size == 0
-
-
-def test_a_back_end_that_discards_is_not_among_those_that_keep() -> None:
-    assert "discard" not in native.write_backends()
-
-
-def test_a_back_end_that_does_not_exist_is_refused_by_name(engines: Engines) -> None:
-    with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; expected pwrite"):
-        engines(backend="carrier pigeon")

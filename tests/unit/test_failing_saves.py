@@ -39,12 +39,12 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path, step, mutability
 
 
 def test_a_save_whose_bytes_are_discarded_is_never_published(tmp_path):
-    """The back end that measures copies: set by mistake, it must not pass for a checkpoint."""
-    saver = new_saver(backend="discard")
+    """The option that measures copies: set by mistake, it must not pass for a checkpoint."""
+    saver = new_saver(discard=True)
     publication = save(saver, tmp_path / "c", FIRST, {"x": 1})
     saver.close()
     assert publication.outcome is Outcome.FAILED
-    assert "back end 'discard' stores nothing" in publication.error
+    assert "option 'discard' stores nothing" in publication.error
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
