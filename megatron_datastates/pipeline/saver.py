@@ -76,7 +76,7 @@ class SaveSession:
         have new numbers and peers, so that nothing the old ones agreed on is valid.
         """
         if not self.collectives.is_current():
-            self.collectives, self.layouts = Collectives(), LayoutStore()
+            self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
             self._run_id, self._ordinal, self.links = None, 0, Links()
 
     @property

@@ -27,7 +27,8 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
-from megatron_datastates.pipeline.near.places import remove_folder
+from megatron_datastates.pipeline.near.places import published_in, remove_folder
+from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ _is_out_of_reach = False
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _numbers = itertools.count()  # of saves, in the order in which they began
-_tracked: dict[Path, int] = {}  # by run: the save that its tracker names, if this process has written it
+# By run, of the save that its tracker names, if this process has written it: the number, and the save id.
+_tracked: dict[Path, tuple[int, SaveId]] = {}
 
 
 @contextlib.contextmanager
@@ -169,11 +171,24 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
 
 
 def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | None, number: int) -> None:
-    if _tracked.get(run, number) > number:
+    """Makes the tracker name a save that was published, unless it names a later one.
+
+    What is called for one run is called by one thread at a time.
+    """
+    last, last_id = _tracked.get(run, (number, None))
+    if last > number:
         return  # a save that was drained later than the one that followed it
     before = tracked_iteration(run / TRACKER_NAME)
+    if before and before != iteration and _is_later(run / iteration_name(before), save_id, last_id):
+        logger.warning(
+            "the tracker in %s goes on naming iteration %s, not %s: that is of a later save",
+            run,
+            before,
+            iteration,
+        )
+        return
     write_whole(run / TRACKER_NAME, str(iteration).encode(), Faults(""), save_id)
-    _tracked[run] = number
+    _tracked[run] = number, save_id
     if retain_interval is None or not before or before == iteration or before % retain_interval == 0:
         return
     directory = run / iteration_name(before)
@@ -183,3 +198,8 @@ def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | No
         remove_folder(directory)
     except OSError as error:
         logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)
+
+
+def _is_later(directory: Path, save_id: SaveId, last: SaveId | None) -> bool:
+    """Returns whether a directory holds a save that is later than this one, and not this process's `last`."""
+    return published_in(directory) != last and has_later_save(directory, save_id)

@@ -37,6 +37,7 @@ from megatron_datastates.pipeline.near.places import arrived_bytes
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files
+from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -317,15 +318,15 @@ class Drain:
         # The newest is looked at first: each node copies its saves in order, so once a newer one is complete,
         # what an older one still lacks never comes.
         complete = [save for save in reversed(self._to_publish) if self._is_complete(save)]
+        if complete and self._notes.has_new:
+            self._notes.write()  # the list of jobs says which of two saves is the later one
         for save in reversed(complete):
             try:
                 self._publish(save)
-                save.published(save.save_id)
             except Exception as error:
                 self._pause(save, error)
                 return
             save.attempts = 0
-            self._room.note_far()
             with self._changed:
                 at = self._to_publish.index(save)
                 older, self._to_publish = self._to_publish[:at], self._to_publish[at + 1 :]
@@ -336,7 +337,9 @@ class Drain:
                     one.far,
                     save.name,
                 )
-            self._report(save.report())
+            if not save.is_superseded:
+                self._room.note_far()
+                self._report(save.report())
 
     def _is_complete(self, save: NearSave) -> bool:
         try:
@@ -359,12 +362,18 @@ class Drain:
             self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
 
     def _publish(self, save: NearSave) -> None:
+        """Publishes a save, and makes the tracker name it, unless a later save is there by now."""
         assert save.publisher is not None
-        for name, content in save.others.items():
-            if not holds_exactly(save.far / name, content):
-                write_whole(save.far / name, content, self._faults, save.save_id)
-        with save.publishing:
+        with save.publishing:  # a save of this process may go there directly
+            save.is_superseded = has_later_save(save.far, save.save_id)
+            if save.is_superseded:
+                logger.warning("%s is not published in %s: a later save is there", save.name, save.far)
+                return
+            for name, content in save.others.items():
+                if not holds_exactly(save.far / name, content):
+                    write_whole(save.far / name, content, self._faults, save.save_id)
             save.publisher.publish()
+            save.published(save.save_id)
 
     def _track(self) -> None:
         """Writes the tracker of rank 0's near tier, which is for people: loads look at manifests."""

@@ -31,6 +31,7 @@ class NearSave:
     is_drained: bool  # brought far now; else it stays near until the job ends
     has_copies: bool = False  # on other nodes, all that were to be made
     published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
+    is_superseded: bool = False  # a later save is in `far`, which this one must not replace
     near_since: float = dataclasses.field(default_factory=time.monotonic)
     attempts: int = 0  # to copy it, then to publish it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
@@ -45,8 +46,8 @@ class NearSave:
 
     @property
     def is_far(self) -> bool:
-        """Whether the checkpoint's directory has this save now: another one may have taken its place."""
-        return published_in(self.far) == self.save_id
+        """Whether the checkpoint's directory has this save now, or a later one: others may take its place."""
+        return self.is_superseded or published_in(self.far) == self.save_id
 
     def report(self) -> dict[str, Any]:
         """Returns the report of a save that has become far; docs/reports.md lists the fields."""

@@ -47,9 +47,12 @@ class LayoutStore:
     all ranks `forget` at once what they know, and an *epoch* ends: from then on they send what they use
     again. Saves under way rely on what they knew before, so rank 0 keeps the indexes of the last epoch, too,
     and ends the next one only when those saves are over.
+
+    Args:
+        publishing: the lock of this process's store before, if it had another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, publishing: threading.Lock | None = None) -> None:
         self.known: set[bytes] = set()
         self.epoch = 0
         self._uses: dict[int, int] = {}  # saves under way that rely on what was known, by epoch
@@ -57,7 +60,7 @@ class LayoutStore:
         self._needed_bytes = 0  # of the indexes of the largest save
         # One at a time: a save removes what earlier ones of its process have left, and must not do so between
         # the check and the rename of one of them.
-        self.publishing = threading.Lock()
+        self.publishing = publishing or threading.Lock()
         self.publisher: BackgroundThread | None = None  # of the last save: the next one's follows it
         # The indexes of the last saves that were published near (near/share.py), by digest and the ranks that
         # store them; on rank 0 and those ranks.

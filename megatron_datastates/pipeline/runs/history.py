@@ -166,6 +166,21 @@ def by_branch(
     return [*kept, *(number for number in numbers if number not in kept)][:most]
 
 
+def has_later_save(directory: Path, save_id: SaveId) -> bool:
+    """Returns whether a directory of a run holds a later save than this one, which is of the same run.
+
+    Later is a save that has passed through it, or of a job that the run's list names later. What cannot be
+    read says nothing.
+    """
+    found = known_point(directory, 0)
+    if found is None or found.save_id is None:
+        return False
+    own, lists = Point(0, save_id, None), list[Sequence[Job]]()
+    with contextlib.suppress(OSError, DataStatesError):
+        lists.append(jobs_in(directory.parent))
+    return found.follows(own) or History(lists, [found]).comes_later(found, own)
+
+
 def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
     if point is None or point.save_id is None or point.ancestors is None:
         return False

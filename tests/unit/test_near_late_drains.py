@@ -1,0 +1,196 @@
+"""Drains that are late: what they bring to --save must not take the place of what was saved later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.pipeline.near import tier
+from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.places import published_in
+from megatron_datastates.pipeline.near.saves import NearSave
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.runs.branches import origin_in
+from megatron_datastates.pipeline.runs.runs import tracked_iteration
+from tests.unit.states import data_files
+from tests.unit.test_near_mishaps import eventually, restart
+from tests.unit.test_near_replicas import Cluster
+from tests.unit.test_near_tier import Nodes, abandon
+from tests.unit.test_near_tier_trouble import next_job
+
+Gate = Callable[[Nodes, int], threading.Event]
+
+
+class Far:
+    """Stands in for what rank 0 calls of `far_published`: each job has a process of its own."""
+
+    def __init__(self, nodes: Nodes, retain_interval: int | None = None) -> None:
+        self._nodes, self._interval = nodes, retain_interval
+        self._tracked: dict[Path, tuple[int, SaveId]] = {}
+        self.were_alone: list[bool] = []
+
+    def append(self, save_id: SaveId) -> None:
+        iteration = self._iteration_of(save_id)
+        before, training_near._tracked = training_near._tracked, self._tracked
+        try:
+            training_near._track(self._nodes.run, iteration, save_id, self._interval, save_id.ordinal)
+        finally:
+            training_near._tracked = before
+        session = self._nodes.ranks.savers[0].session
+        self.were_alone.append(session.layouts.publishing.locked())
+
+    def _iteration_of(self, save_id: SaveId) -> int:
+        found = [one for one in self._nodes.run.glob("iter_*") if published_in(one) == save_id]
+        return max(iteration_in_name(one.name) or 0 for one in found)
+
+
+def tracked(nodes: Nodes) -> int | None:
+    return tracked_iteration(nodes.run / TRACKER_NAME)
+
+
+def with_tracker(nodes: Nodes, retain_interval: int | None = None) -> Nodes:
+    nodes.ranks.far = Far(nodes, retain_interval)  # type: ignore[assignment]
+    return nodes
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Holds the copies of one iteration in a job's drains, as slow storage does, until an event is set."""
+    gates: list[tuple[list[Drain], int, threading.Event]] = []
+    copy = Drain._copy
+
+    def slow(self: Drain, save: NearSave) -> None:
+        for drains, iteration, gate in gates:
+            if self in drains and save.far.name == f"iter_{iteration:07d}":
+                gate.wait()
+        copy(self, save)
+
+    def hold(nodes: Nodes, iteration: int) -> threading.Event:
+        drains = [saver.near.drain for saver in nodes.ranks.savers if saver.near is not None]
+        gates.append((drains, iteration, threading.Event()))
+        return gates[-1][2]
+
+    monkeypatch.setattr(Drain, "_copy", slow)
+    return hold
+
+
+def saved_before(nodes: Nodes, iteration: int) -> None:
+    nodes.save(iteration)
+    eventually(lambda: nodes.is_far(iteration) and tracked(nodes) == iteration)
+
+
+def test_what_a_restart_in_the_process_has_saved_anew_stays(
+    tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = with_tracker(Nodes(tmp_path))
+    saved_before(nodes, 90)
+    gate = held(nodes, 100)
+    nodes.save(100)
+    restart(nodes)
+    monkeypatch.setattr(tier, "free_bytes", lambda root: 0)  # saves go to --save directly
+    again = nodes.save(100, origin_in(nodes.directory(90), 90))
+    assert again.outcome is Outcome.PUBLISHED and not again.records[0].is_near
+    gate.set()
+    eventually(lambda: "a later save is there" in caplog.text)
+    nodes.close()
+    assert published_in(nodes.directory(100)) == again.save.context.save_id
+    nodes.check(100)
+
+
+def test_what_the_next_job_has_saved_anew_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, gate, publish = with_tracker(Nodes(tmp_path)), threading.Event(), Drain._publish
+    saved_before(old, 90)
+    drains = [saver.near.drain for saver in old.ranks.savers if saver.near is not None]
+
+    def slow(self: Drain, save: NearSave) -> None:
+        if self in drains:
+            gate.wait()
+        publish(self, save)
+
+    monkeypatch.setattr(Drain, "_publish", slow)
+    old.save(100)
+    eventually(lambda: len(data_files(old.directory(100))) == 2)
+    new = with_tracker(next_job(tmp_path))
+    again = new.save(100, origin_in(new.directory(90), 90))  # --ckpt-step 90
+    eventually(lambda: new.is_far(100))
+    gate.set()
+    eventually(lambda: "a later save is there" in caplog.text)
+    old.close()
+    new.close()
+    assert published_in(new.directory(100)) == again.save.context.save_id
+    new.check(100)
+
+
+@pytest.mark.parametrize("interval", [None, 50])
+def test_a_later_jobs_checkpoint_stays_and_is_resumed_from(
+    interval: int | None, tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = with_tracker(Nodes(tmp_path), interval)
+    gate, cluster = held(old, 100), Cluster(monkeypatch, old.roots)
+    old.save(100)
+    assert cluster.recover(old.run)[0] == 100  # by the next job
+    new = with_tracker(next_job(tmp_path), interval)
+    new.save(110, origin_in(new.directory(100), 100))
+    eventually(lambda: new.is_far(110) and tracked(new) == 110)
+    gate.set()
+    old.close()
+    assert tracked(old) == 110 and new.is_far(110)
+    new.close()
+    assert cluster.recover(old.run) == (None, "")
+
+
+def test_a_late_drain_does_not_undo_a_rollback(
+    tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = with_tracker(Nodes(tmp_path))
+    saved_before(old, 50)
+    gate = held(old, 100)
+    old.save(100)
+    new = with_tracker(next_job(tmp_path))
+    new.save(60, origin_in(new.directory(50), 50))  # --ckpt-step 50
+    eventually(lambda: tracked(new) == 60)
+    gate.set()
+    old.close()
+    new.close()
+    assert tracked(new) == 60
+    assert Cluster(monkeypatch, old.roots).recover(old.run)[0] is None
+
+
+def test_what_another_job_has_only_loaded_is_resumed_from(
+    tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = with_tracker(Nodes(tmp_path, near_keep=2))
+    first, second = held(nodes, 100), held(nodes, 110)
+    nodes.save(100)
+    nodes.save(110)
+    cluster = Cluster(monkeypatch, nodes.roots)
+    assert cluster.recover(nodes.run)[0] == 110  # by an evaluation, say
+    first.set()
+    eventually(lambda: "goes on naming iteration 110, not 100" in caplog.text)
+    assert tracked(nodes) == 110
+    for saver in nodes.ranks.savers:
+        assert saver.near is not None
+        saver.near.drain._abandoned = True
+    second.set()
+    abandon(nodes)
+    assert cluster.recover(nodes.run) == (None, "")
+
+
+def test_the_tracker_is_written_by_one_save_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = with_tracker(Nodes(tmp_path))
+    saved_before(nodes, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(tier, "free_bytes", lambda root: 0)
+        nodes.save(2)
+    nodes.close()
+    assert nodes.ranks.far.were_alone == [True, True]  # type: ignore[attr-defined]
