@@ -42,13 +42,14 @@ def parse_bytes(text: str) -> int:
     """Reads a size such as `2GiB`, `500MB` or `4096` (bytes); returns bytes.
 
     Raises:
-        ValueError: the text is not a size, or the size is 8 EiB or more.
+        ValueError: the text is not a size, or the size is 8 EiB or more, or part of a byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or Decimal(match[1]) * unit >= _MOST_BYTES:
+    size = Decimal(match[1]) * unit if match and unit is not None else None
+    if size is None or size >= _MOST_BYTES or 0 < size < 1:  # 0 stands for no limit
         raise ValueError("expected a size such as 2GiB, 500MB or 4096, below 8EiB")
-    return int(Decimal(match[1]) * unit)
+    return int(size)
 
 
 def _staging_memory(text: str) -> int:

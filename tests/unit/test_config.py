@@ -69,7 +69,7 @@ def test_whole_numbers_are_read_exactly(size):
 @pytest.mark.parametrize(
     "text",
     ["", " ", "GiB", "-1", "+1", "1e9", "0x10", "1,5GiB", "1 2", "2GiBs", "1PiB", "nan", "inf", ".5", "5.",
-     "٣", "9223372036854775808", "8388608TiB", "1" * 400],
+     "٣", "9223372036854775808", "8388608TiB", "1" * 400, "0.5"],
 )  # fmt: skip
 def test_other_sizes_are_refused(text):
     with pytest.raises(ValueError, match="expected a size such as 2GiB"):

@@ -20,7 +20,7 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine.atomic_files import appearing, opened
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import DataStatesError, FailedCallError, StorageError
 from megatron_datastates.files import is_object, open_regular
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.manifest import FileEntry, Manifest
@@ -31,6 +31,8 @@ from megatron_datastates.plan.reads import gather_spans, plan_extent
 
 PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+# Errors that say that a file is not there, or is none; 0: its size or content says so.
+_NOT_THERE = (0, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 
 
 class SourceError(StorageError):
@@ -61,16 +63,26 @@ class Limit:
                 return
             begin = max(self._free_at, time.monotonic())
             self._free_at = begin + count / self._rate
-        self._is_lifted.wait(max(begin - time.monotonic(), 0.0))
+        self._is_lifted.wait(min(max(begin - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
 
 
 def is_whole(path: Path, manifest: Manifest, entry: FileEntry) -> bool:
     """Returns whether a data file is there, sealed, and the one that a manifest names; reads its footer."""
+    return why_not_whole(path, manifest, entry) is None
+
+
+def why_not_whole(path: Path, manifest: Manifest, entry: FileEntry) -> DataStatesError | None:
+    """Returns the error if it is not; see `is_unread`."""
     try:
         check_identity(manifest, entry, read_footer(path, entry.bytes), path)
-    except DataStatesError:
-        return False
-    return True
+    except DataStatesError as error:
+        return error
+    return None
+
+
+def is_unread(error: DataStatesError | None) -> bool:
+    """Returns whether an error shows neither that a file is missing nor that it is damaged."""
+    return isinstance(error, FailedCallError) and error.code not in _NOT_THERE
 
 
 def read_extent(reader: Reader, path: Path, footer: Footer, extent: Extent, address: int) -> str:

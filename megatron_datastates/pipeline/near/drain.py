@@ -131,9 +131,11 @@ class Drain:
             self._room.note_far()
             self._changed.notify_all()
 
-    def note_failed(self, near: Path, save_id: SaveId) -> None:
-        """Takes note of a failed save: its files in this folder go once another was published near."""
-        self._room.note_failed(near, save_id)
+    def note_failed(self, near: Path, save_id: SaveId, replaced: bytes) -> None:
+        """Takes note of a failed save; as Room.note_failed."""
+        with self._changed:
+            self._room.note_failed(near, save_id, replaced)
+            self._changed.notify_all()
 
     def close(self, *, abandon: bool) -> None:
         """Waits until the newest save, and all that were to be drained, are far; or gives them up.
@@ -289,9 +291,14 @@ class Drain:
                 started.append(thread)
         if not started:
             work()
+        newest = self._kept[-1:]
         for thread in started:
-            while not thread.join(self._look_seconds()):
-                self._publish_what_is_complete()  # no earlier save waits for this copy, which may take long
+            while not thread.join(_LOOK_SECONDS):  # no other save waits for this copy, which may take long
+                self._write_new_notes()
+                self._publish_what_is_complete()
+                if self._kept[-1:] != newest:
+                    newest = self._kept[-1:]
+                    self._evict()
         if errors:
             raise errors[0]
         save.copied_seconds = time.monotonic() - begin
@@ -318,8 +325,8 @@ class Drain:
         # The newest is looked at first: each node copies its saves in order, so once a newer one is complete,
         # what an older one still lacks never comes.
         complete = [save for save in reversed(self._to_publish) if self._is_complete(save)]
-        if complete and self._notes.has_new:
-            self._notes.write()  # the list of jobs says which of two saves is the later one
+        if complete:
+            self._write_new_notes()  # the list of jobs says which of two saves is the later one
         for save in reversed(complete):
             try:
                 self._publish(save)
@@ -340,6 +347,10 @@ class Drain:
             if not save.is_superseded:
                 self._room.note_far()
                 self._report(save.report())
+
+    def _write_new_notes(self) -> None:
+        if self._notes.has_new:
+            self._notes.write()
 
     def _is_complete(self, save: NearSave) -> bool:
         try:

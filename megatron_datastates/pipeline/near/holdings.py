@@ -5,18 +5,38 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import os
 from pathlib import Path
 
 from megatron_datastates.engine.reader import read_small
-from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
-from megatron_datastates.files import INDEX_BYTES, OBJECT_BYTES, is_object, names_in
-from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
+from megatron_datastates.errors import (
+    CorruptDataError,
+    DataStatesError,
+    FormatError,
+    StorageError,
+    describe_error,
+)
+from megatron_datastates.files import (
+    DOCUMENT_BYTES,
+    INDEX_BYTES,
+    OBJECT_BYTES,
+    is_object,
+    names_in,
+    read_regular,
+)
+from megatron_datastates.format.directory import (
+    BACKEND,
+    METADATA_NAME,
+    TRACKER_NAME,
+    iteration_in_name,
+    iteration_name,
+)
 from megatron_datastates.format.index import Index
-from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
-from megatron_datastates.pipeline.near.copying import is_whole
+from megatron_datastates.pipeline.near.copying import is_unread, why_not_whole
 from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
 from megatron_datastates.pipeline.runs.branches import Point, point_in, point_of
 from megatron_datastates.pipeline.runs.history import by_branch
@@ -171,6 +191,31 @@ def small_files_of(folder: Path, manifest: Manifest) -> tuple[bytes, dict[str, b
     return index, others
 
 
+def metadata_of(folder: Path) -> bytes:
+    """Returns a checkpoint's metadata.json; nothing, with a warning, if it is damaged or cannot be read.
+
+    No checksum is kept of it. Without it a checkpoint loads; with one that names another format, none does.
+    """
+    path = folder / METADATA_NAME
+    try:
+        data = read_regular(path, DOCUMENT_BYTES)
+        if json.loads(data)["sharded_backend"] == BACKEND:
+            return data
+        reason = f"it does not name {BACKEND} as the format"
+    except FileNotFoundError:
+        return b""
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        reason = describe_error(error)
+    logger.warning("%s in the near tier is damaged, and is left out: %s", path, reason)
+    return b""
+
+
+def _may_be_whole(folder: Path, manifest: Manifest, file: FileEntry) -> bool:
+    """Returns whether a data file is whole, or cannot be read now: who copies it notices that."""
+    error = why_not_whole(folder / file.name, manifest, file)
+    return error is None or is_unread(error)
+
+
 def _found_in(folder: Path) -> list[Held]:
     """Returns what a folder holds. Without a manifest, by save: there may be files of several."""
     iteration = iteration_in_name(folder.name)
@@ -185,7 +230,7 @@ def _found_in(folder: Path) -> list[Held]:
             logger.warning("the index in the near tier, %s, is not used: %s", folder, error)
             point = None
         there = set(os.listdir(folder))
-        files = [f for f in manifest.files if f.name in there and is_whole(folder / f.name, manifest, f)]
+        files = [f for f in manifest.files if f.name in there and _may_be_whole(folder, manifest, f)]
         nodes = nodes_in(folder)
         own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
         names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])

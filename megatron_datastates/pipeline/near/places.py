@@ -174,10 +174,12 @@ class Holding:
 
 def near_iterations(run: Path) -> dict[int, Holding]:
     """Returns what a run's folder in a near tier holds, by iteration."""
-    found = {}
+    found, folders = {}, list[Path]()
     with contextlib.suppress(OSError):
-        for folder in run.iterdir():
-            number = iteration_in_name(folder.name)
+        folders = list(run.iterdir())
+    for folder in folders:
+        number = iteration_in_name(folder.name)
+        with contextlib.suppress(OSError):  # a drain removes it meanwhile
             if number is not None and is_published(folder):
                 found[number] = _holding(folder)
     return dict(sorted(found.items()))

@@ -27,25 +27,23 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import is_first_of_node
-from megatron_datastates.engine.reader import read_small
 from megatron_datastates.errors import DataStatesError, StorageError, some_of
-from megatron_datastates.files import DOCUMENT_BYTES
 from megatron_datastates.format.directory import (
     FILES_OF_TORCH_DIST,
-    METADATA_NAME,
     TRACKER_NAME,
     iteration_in_name,
 )
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.choice import Choice
-from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
+from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_unread, why_not_whole
 from megatron_datastates.pipeline.near.holdings import (
     Far,
     Held,
     Node,
     far_in,
     held_in,
+    metadata_of,
     named_jobs,
     require_readable_tracked,
     small_files_of,
@@ -301,19 +299,22 @@ class _Recovery:
             for file_name in held.files:
                 held_by.setdefault(file_name, []).append(rank)
 
-        def is_there(file: FileEntry) -> bool:
-            return is_whole(self._run / name / file.name, manifest, file)
+        def look(file: FileEntry) -> DataStatesError | None:
+            return why_not_whole(self._run / name / file.name, manifest, file)
 
         with ThreadPoolExecutor(_LOOKS) as threads:  # slow storage and object stores answer late
-            there = list(threads.map(is_there, manifest.files))
-        missing = [file for file, found in zip(manifest.files, there, strict=True) if not found]
-        for file in missing:
+            errors = list(threads.map(look, manifest.files))
+        for file, error in zip(manifest.files, errors, strict=True):
+            if error is None:
+                continue
             have = [
                 (file.name in holders[rank].copies, len(plan.copies.get(rank, [])), rank)
                 for rank in held_by.get(file.name, [])
                 if (rank, file.name) not in damaged
             ]
-            if not have:
+            if not have and is_unread(error):
+                raise error  # it may be there: nothing older is loaded
+            elif not have:
                 plan.lost.append(file.name)
             else:  # from the node that wrote it, else from one with little to do
                 plan.copies.setdefault(min(have)[2], []).append(file)
@@ -341,14 +342,12 @@ class _Recovery:
         assert manifest is not None
         try:
             index, others = small_files_of(near, manifest)
-            path = near / METADATA_NAME
-            metadata = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
         except (OSError, DataStatesError) as error:
             raise SourceError(str(error)) from error
         far.mkdir(parents=True, exist_ok=True)
         for other, content in others.items():
             write_whole(far / other, content, self._faults, manifest.save_id)
-        small = SmallFiles(manifest, index, metadata)
+        small = SmallFiles(manifest, index, metadata_of(near))
         DirectoryPublisher(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
         if self._wanted is None:
             tracked = str(iteration_in_name(name)).encode()

@@ -13,10 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
-from megatron_datastates.pipeline.near.places import remove_saves
+from megatron_datastates.pipeline.near.places import published_in, remove_saves, save_ids_in
 from megatron_datastates.pipeline.near.saves import NearSave
 
 logger = logging.getLogger(__name__)
@@ -32,7 +36,7 @@ class Room:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._earlier_jobs = EarlierJobs()
-        self._failed: deque[tuple[Path, SaveId]] = deque()  # where saves that have failed may have files
+        self._failed: deque[tuple[Path, SaveId, bytes]] = deque()  # see note_failed
 
     def begin(self, save: NearSave) -> None:
         """Takes note of a save that was just published near."""
@@ -43,9 +47,13 @@ class Room:
         """Records that a save of this job is far."""
         self._earlier_jobs.is_far = True
 
-    def note_failed(self, near: Path, save_id: SaveId) -> None:
-        """Takes note of a failed save: its files in this folder go once another was published near."""
-        self._failed.append((near, save_id))
+    def note_failed(self, near: Path, save_id: SaveId, replaced: bytes) -> None:
+        """Takes note of a failed save: its files in this folder go, if another one was published near.
+
+        Args:
+            replaced: the manifest that was there before: it is put back.
+        """
+        self._failed.append((near, save_id, replaced))
 
     def make(
         self,
@@ -96,18 +104,31 @@ class Room:
             ):
                 _remove(folder, save_ids)
         while self._failed:
-            folder, save_id = self._failed.pop()
-            _remove(folder, {save_id})
+            folder, save_id, replaced = self._failed.pop()
+            _remove(folder, {save_id}, replaced)
 
 
-def _remove(folder: Path, save_ids: Collection[SaveId]) -> None:
-    """Removes saves' files from a folder, and the folder if no other save has any."""
+def _remove(folder: Path, save_ids: Collection[SaveId], replaced: bytes = b"") -> None:
+    """Removes saves' files from a folder, and the folder if no other save has any.
+
+    Args:
+        replaced: the manifest of another save, in whose place is that of these, if that save is still there.
+    """
     try:
+        if replaced and published_in(folder) in save_ids:
+            _put_back(folder, replaced)
         remove_saves(folder, save_ids)
     except FileNotFoundError:
         pass
     except OSError as error:
         logger.warning("%s was not removed from the near tier: %s", folder, error)
+
+
+def _put_back(folder: Path, manifest: bytes) -> None:
+    with contextlib.suppress(DataStatesError):  # it is damaged
+        save_id = Manifest.decode_save_id(manifest, str(folder))
+        if save_id in save_ids_in(folder):
+            write_whole(folder / MANIFEST_NAME, manifest, Faults(""), save_id)
 
 
 def _remove_unused(directory: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import OBJECT_BYTES, read_regular
+from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -54,6 +54,7 @@ class NearShare:
         others: likewise, the content of the other files that the manifest names.
         needs_drain: some rank's files are in the checkpoint's directory already, so the rest must follow.
         is_in_place: whether the manifest is in its place, or may be; also after a failure.
+        replaced: the manifest of an earlier save of this iteration whose place it has taken; empty without.
         copied: what this rank has copied from other nodes, if the options ask for copies.
     """
 
@@ -80,6 +81,7 @@ class NearShare:
         self.others: dict[str, bytes] = {}
         self.needs_drain = bool((records.columns["has_file"] & ~records.columns["is_near"]).any())
         self.is_in_place = False
+        self.replaced = b""
         self.copied: Copied | None = None
         self._offer = b""  # on rank 0
         self._asked: PollableResult[bytes] | None = None
@@ -190,6 +192,8 @@ class NearShare:
                 note_job(folder.parent, save_id, point.origin, resumed=point.resumed)
         sync_above(folder)
         path = folder / MANIFEST_NAME
+        with contextlib.suppress(OSError):
+            self.replaced = read_regular(path, MANIFEST_BYTES)
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
         except OSError:

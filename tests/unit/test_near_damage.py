@@ -1,0 +1,174 @@
+"""What a near tier loses in a moment of trouble, or in part, costs no more than that."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import StorageError
+from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.pipeline.near import copying, places
+from megatron_datastates.pipeline.near.copying import Copier, Limit
+from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.runs.branches import origin_in
+from tests.unit import ranks_in_turn
+from tests.unit.states import data_files
+from tests.unit.test_near_mishaps import eventually
+from tests.unit.test_near_replicas import NEVER_FAR, Cluster
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_near_tier_trouble import next_job
+
+# -- what cannot be read for a moment ----------------------------------------------------------------------
+
+
+def half_far(tmp_path: Path) -> Nodes:
+    """Returns nodes with iteration 1 in --save, and of iteration 2 only what node 1 has written."""
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    nodes.close()
+    (nodes.run / TRACKER_NAME).write_text("1")
+    again = next_job(tmp_path)
+    copies = [saver.near.drain._copier for saver in again.ranks.savers if saver.near is not None]
+    copies[0]._faults = Faults(NEVER_FAR)
+    again.save(2, origin_in(again.directory(1), 1))
+    eventually(lambda: bool(data_files(again.directory(2))))
+    abandon(again)
+    return again
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path, code: int = errno.EIO) -> None:
+    """Makes a data file unreadable for a moment."""
+    read = copying.read_footer
+
+    def flaky(path: Path, size: int) -> Footer:
+        if path.is_relative_to(folder) and path.name.startswith("data-00001"):
+            raise StorageError(f"{path} cannot be read: an error of a moment", code=code, path=str(path))
+        return read(path, size)
+
+    monkeypatch.setattr(copying, "read_footer", flaky)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_what_cannot_be_read_in_save_for_a_moment_lets_nothing_older_be_resumed_from(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = half_far(tmp_path)
+    shutil.rmtree(nodes.roots[1])  # node 1 was replaced: its file is in --save alone
+    nodes.roots[1].mkdir()
+    with monkeypatch.context() as patched:
+        unreadable(patched, nodes.run, code)
+        with pytest.raises(StorageError, match=r"could not be copied to .*: rank 0: .* an error of a moment"):
+            Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 2
+
+
+def test_what_cannot_be_read_in_save_is_taken_from_a_near_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = half_far(tmp_path)
+    unreadable(monkeypatch, nodes.run)
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 2
+
+
+def test_what_cannot_be_read_near_when_it_is_looked_for_may_be_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = killed(tmp_path)
+    unreadable(monkeypatch, nodes.roots[0])
+    assert recover(nodes)[0] == 3
+    nodes.check(3)
+
+
+# -- small files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["bit", "zeros", "empty", "list"])
+def test_a_damaged_metadata_json_is_not_published(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = b'{"sharded_backend": "datastates", "sharded_backend_version": 1}'
+    extras = functools.partial(ranks_in_turn.PublicationExtras, metadata=whole)
+    monkeypatch.setattr(ranks_in_turn, "PublicationExtras", extras)
+    nodes = killed(tmp_path)
+    path = nodes.near(0, 3) / METADATA_NAME
+    assert path.read_bytes() == whole
+    path.write_bytes(
+        {"bit": whole.replace(b"data", b"eata"), "zeros": bytes(9), "empty": b"", "list": b"[]"}[how]
+    )
+    assert recover(nodes)[0] == 3
+    assert not (nodes.directory(3) / METADATA_NAME).exists()
+    assert f"{path} in the near tier is damaged" in caplog.text
+    nodes.check(3)
+
+
+@pytest.mark.parametrize("operation", ["write", "rename", "sync directory of"])
+def test_a_failed_second_save_of_an_iteration_does_not_take_the_first_one_with_it(
+    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, {"faults": NEVER_FAR}, {"faults": f"{NEVER_FAR},{operation} manifest:2:EIO"})
+    first = nodes.save(3).save.context.save_id
+    assert nodes.save(3).outcome is Outcome.FAILED
+
+    def is_back(node: int) -> bool:
+        found = manifest_in(nodes.near(node, 3))
+        return found is not None and found.save_id == first
+
+    eventually(lambda: is_back(0) and is_back(1))
+    abandon(nodes)
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 3
+    nodes.check(3)
+
+
+def test_what_a_drain_removes_while_ls_looks_hides_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, near_keep=4, faults=NEVER_FAR)
+    for iteration in (1, 2, 3):
+        nodes.save(iteration)
+    abandon(nodes)
+    look = places.is_published
+
+    def and_then_it_goes(folder: Path) -> bool:
+        found = look(folder)
+        if folder.name == "iter_0000002":
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(places, "is_published", and_then_it_goes)
+    assert list(near_iterations(near_run(nodes.roots[0], nodes.run))) == [1, 3]
+
+
+# -- the drain ---------------------------------------------------------------------------------------------
+
+
+def test_saves_are_evicted_while_one_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, gate, copy = Nodes(tmp_path, drain_every=3), threading.Event(), Copier.copy
+
+    def slow(*arguments: object, **named: object) -> None:
+        gate.wait()
+        copy(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Copier, "copy", slow)
+    for iteration in (1, 2, 3, 4, 5):
+        nodes.save(iteration)
+    expected = ["iter_0000003", "iter_0000005"]
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == expected)
+    gate.set()
+    nodes.close()
+    nodes.check(3)
+
+
+def test_a_limit_of_one_byte_a_second_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, waits = Limit(1), list[float]()
+    monkeypatch.setattr(limit._is_lifted, "wait", waits.append)
+    limit.take(10**11)
+    limit.take(1)
+    assert waits == [0.0, threading.TIMEOUT_MAX]
