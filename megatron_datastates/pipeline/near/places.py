@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 import socket
+import stat
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_fil
 from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.stores import remove_below
 
+logger = logging.getLogger(__name__)
 _HASH_DIGITS = 16
 SPARE_BYTES = 64 << 20  # of a near tier that are left free
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
@@ -112,6 +115,21 @@ def _kernel() -> str:
         return _BOOT_ID.read_text()
     except OSError:
         return socket.gethostname()
+
+
+def warn_if_shared(root: Path) -> None:
+    """Warns if others own a near tier, or any user may write to it. Raises OSError."""
+    found = root.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH:
+        logger.warning(
+            "the near tier %s may not be this user's alone: expected a directory of user %s to which not all "
+            "users may write, found %s of user %s: a checkpoint that somebody puts there is resumed from; "
+            "remove it, or name another one",
+            root,
+            os.getuid(),
+            stat.filemode(found.st_mode),
+            found.st_uid,
+        )
 
 
 def free_bytes(root: Path) -> int:

@@ -48,7 +48,14 @@ from megatron_datastates.pipeline.near.holdings import (
     require_readable_tracked,
     small_files_of,
 )
-from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, published_in
+from megatron_datastates.pipeline.near.places import (
+    manifest_in,
+    near_root,
+    near_run,
+    node_of,
+    published_in,
+    warn_if_shared,
+)
 from megatron_datastates.pipeline.publishing.agreement import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.runs.jobs import Job
@@ -158,6 +165,8 @@ class _Recovery:
                 )
             return 0
         try:
+            if self.rank == 0 or is_first_of_node():
+                warn_if_shared(self._root)
             return node_of(self._root)
         except OSError as error:
             if not isinstance(error, FileNotFoundError):

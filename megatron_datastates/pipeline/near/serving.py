@@ -32,6 +32,8 @@ from megatron_datastates.format.values import SaveId, is_data_file_name
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 
 TIMEOUT_SECONDS = 30.0  # without a byte, on both sides
+RATE_SECONDS, LEAST_BYTES = 60.0, 16 * MIB  # a link that moves less in this time does not count as working
+MOST_CONNECTIONS = 32  # at a time; each has a thread, and whoever reaches the port can open some
 _ENDPOINT = struct.Struct("<16sH16s")
 _KEY_BYTES = 16
 _STRIDE_BYTES = 64 * MIB  # after which the page cache lets go of what was sent
@@ -146,8 +148,27 @@ class _HttpServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET if ip_version == 4 else socket.AF_INET6
         self.expected = f"Bearer {key.hex()}".encode()
         self.open_file = open_file
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(("", 0), _Handler)
         native.close_in_forked_child(self.fileno())
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection; closes it if there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread could be started
+            self._free.release()
+            self.shutdown_request(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def server_close(self) -> None:
         native.forget_descriptor(self.fileno())
@@ -188,7 +209,7 @@ def download(endpoint: Endpoint, save_id: SaveId, name: str, size: int, buffer: 
     """Yields after each piece of a file how many bytes of `buffer` it fills: all of it, but for the last one.
 
     Raises:
-        TimeoutError: the other side says nothing for TIMEOUT_SECONDS.
+        TimeoutError: the other side says nothing for TIMEOUT_SECONDS, or too little in RATE_SECONDS.
         OSError: it cannot be reached, or has another file.
     """
     connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_SECONDS)
@@ -202,14 +223,20 @@ def download(endpoint: Endpoint, save_id: SaveId, name: str, size: int, buffer: 
                 f"expected {size} bytes of {name}, found {response.length} "
                 f"({response.status} {response.reason})"
             )
+        waited, moved = 0.0, 0
         for at in range(0, size, len(buffer)):
             piece = buffer[: min(len(buffer), size - at)]
             done = 0
             while done < len(piece):
-                count = response.readinto(piece[done:])
+                begin = time.monotonic()
+                count = response.fp.readinto1(piece[done:])  # what has arrived, to see how much that is
                 if not count:
                     raise OSError(f"{name} ended after {at + done} of {size} bytes")
-                done += count
+                done, moved, waited = done + count, moved + count, waited + time.monotonic() - begin
+                if waited >= RATE_SECONDS:
+                    if moved < LEAST_BYTES:
+                        raise TimeoutError(f"{moved} bytes of {name} arrived in {waited:.0f} s")
+                    waited, moved = 0.0, 0
             yield len(piece)
     except http.client.HTTPException as error:
         raise OSError(f"no answer that could be understood ({type(error).__name__})") from error

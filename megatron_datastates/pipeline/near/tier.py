@@ -30,6 +30,7 @@ from megatron_datastates.pipeline.near.places import (
     node_of,
     occupied_bytes,
     remove_earlier,
+    warn_if_shared,
 )
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
 from megatron_datastates.pipeline.near.saves import NearSave
@@ -81,8 +82,11 @@ class NearTier:
         try:
             if "$" in os.fspath(self.root):  # else it would be made in the working directory
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._node = self._node or node_of(self.root)
+            self.root.mkdir(0o700, parents=True, exist_ok=True)  # weights may be private
+            if not self._node:
+                self._node = node_of(self.root)
+                if is_first_of_node():
+                    warn_if_shared(self.root)
             publication.node, publication.host = self._node, host_name()
             if self._is_behind(directory):
                 return None
