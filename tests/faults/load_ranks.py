@@ -129,8 +129,11 @@ def count_of_good_load(directory: str, how: str, validated: bool, folder: str) -
     report(folder, counts=counts)
 
 
-def load_another_checkpoint_in_each_group(root: str, how: str, folder: str) -> None:
-    """Two process groups load at the same time, each from a directory of its own."""
+def load_another_checkpoint_in_each_group(root: str, how: str, failing_rank: int, folder: str) -> None:
+    """Two process groups load at the same time, each from a directory of its own.
+
+    A rank may fail before parts are exchanged.
+    """
     rank, _ = join()
     for value in (0, 1):
         sharded = {"number": plain("number", torch.full((5,), float(value)))}
@@ -141,10 +144,16 @@ def load_another_checkpoint_in_each_group(root: str, how: str, folder: str) -> N
     wanted.replica_id = rank % 2
     base = TorchDistLoadShardedStrategy()
     chosen = FullyParallelLoadStrategyWrapper(base, group) if how == "parallel" else base
-    loaded = dist_checkpointing.load(
-        {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group
+    set_faults("read:1:EIO", failing_rank)
+    loaded: dict[str, Any] = {}
+    error = failure_of(
+        lambda: loaded.update(
+            dist_checkpointing.load(
+                {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group
+            )
+        )
     )
-    report(folder, found=int(loaded["number"].sum()) // 5)
+    report(folder, found=int(loaded["number"].sum()) // 5 if loaded else None, error=error)
 
 
 def read_alone(good: str, damaged: str, folder: str) -> None:

@@ -216,8 +216,15 @@ def test_merge_that_fails_on_one_rank_fails_all(world: World, saved: Callable[[i
 @pytest.mark.parametrize("how", HOWS)
 def test_process_groups_may_load_a_checkpoint_each(world: World, tmp_path: Path, how: str) -> None:
     require_verify_integrity()  # process_group is of that release, too
-    reports = world.run("load_ranks:load_another_checkpoint_in_each_group", tmp_path, how, ranks=4)
+    reports = world.run("load_ranks:load_another_checkpoint_in_each_group", tmp_path, how, -1, ranks=4)
     assert [each["found"] for each in reports] == [0, 0, 1, 1]
+
+
+def test_a_failure_before_an_exchange_reaches_the_ranks_of_all_groups(world: World, tmp_path: Path) -> None:
+    require_verify_integrity()
+    function = "load_ranks:load_another_checkpoint_in_each_group"
+    errors = [each["error"] for each in world.run(function, tmp_path, "parallel", 1, ranks=4)]
+    assert all("rank 1: " in error and "Input/output error" in error for error in errors)
 
 
 # Besides Megatron's own gather of metadata and the collectives of an exchange.

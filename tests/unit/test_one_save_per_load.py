@@ -50,7 +50,7 @@ def test_the_checkpoint_that_a_training_loop_has_loaded_does_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ds.save({"t": torch.ones(3)}, tmp_path)
-    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: SimpleNamespace(finetune=True))
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: SimpleNamespace(finetune=True))
     found: list[weakref.ref[Checkpoint]] = []
 
     def original() -> tuple[int, int]:

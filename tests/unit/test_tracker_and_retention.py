@@ -122,7 +122,7 @@ def test_whose_the_tracker_of_a_save_is(
     is_release = changes.pop("is_release", False)
     arguments = SimpleNamespace(**changes)
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: arguments)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
     for name in ("_is_on", "_is_ours"):
         monkeypatch.setattr(near, name, False)
     with near.saving(Options(), is_release=is_release):
@@ -140,5 +140,5 @@ def test_whose_the_tracker_of_a_save_is(
 def test_a_save_elsewhere_has_megatrons_tracker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "_is_ours", True)
     arguments = SimpleNamespace(save=str(root))
-    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: arguments)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
     assert near.far_published(root / "non_persistent" / "iter_0000100") is None

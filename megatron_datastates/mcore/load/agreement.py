@@ -17,7 +17,8 @@ Collective calls, which every rank makes equally often even if it fails:
   6. load: one sum at its end. It also shows whether all ranks have opened the same checkpoint: another run
      may publish one in between.
 A check of Megatron's that fails between 4 and a fully parallel load is kept as a value instead of raised,
-since that load starts with a gather of metadata. A rank that fails within an exchange raises alone.
+since that load starts with a gather of metadata. A rank that fails within an exchange, or in
+Megatron's checks right after it, raises alone.
 
 A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone,
 but in 2 if the arguments select our format.
@@ -46,7 +47,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import open_checkpoint
-from megatron_datastates.pipeline.runs.runs import may_be_ours
+from megatron_datastates.pipeline.runs.runs import is_ours, may_be_ours
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _LISTED = 3  # different failures, and ranks of each, that a message lists
@@ -101,6 +102,7 @@ class Agreement:
         self._directory, self._group = directory, group
         self._gathers = gathers  # whether Megatron gathers metadata in this load
         self._has_begun = False
+        self._has_exchanged = False
 
     @contextlib.contextmanager
     def sharing_failures(self) -> Iterator[None]:
@@ -111,12 +113,14 @@ class Agreement:
             with state.opened(agreement=self):
                 yield
         except (Exception, CheckpointException) as error:
-            if self.is_over:
-                raise
-            self.fail(error)
-            if not self._has_begun:
-                self.begin(None)
-            self.settle()
+            if not self.is_over:
+                self.fail(error)
+                if not self._has_begun:
+                    self.begin(None)
+                if self.is_parallel and not self._has_exchanged:
+                    self.begin_exchange()  # there the others wait
+                self.settle()
+            raise
         else:
             if not self.is_over:
                 self.settle()
@@ -135,14 +139,34 @@ class Agreement:
         Raises:
             LoadFailedError (and a CheckpointingException): a rank has failed; the same on all ranks.
         """
-        from megatron_datastates.pipeline.publishing.agreement import gather_objects
+        from torch.distributed.checkpoint.api import CheckpointException
 
         self._has_begun = True
+        try:
+            self._compare(metadata)
+        except (Exception, CheckpointException) as error:
+            if self._is_one_of_several:
+                self.fail(error)
+                self.begin_exchange()  # there the ranks of other process groups wait
+            raise
+
+    def _compare(self, metadata: Iterable[Any] | None) -> None:
+        from megatron_datastates.pipeline.publishing.agreement import gather_objects
+
         if not self._gathers:
             self._raise_if_any(self._group)
             return
         everyone = metadata if metadata is not None else gather_objects(self.failure, self._group)
         self._raise_for(everyone, self._group)
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        """Whether other process groups may be loading at the same time, and exchange with this one."""
+        import torch.distributed as dist
+
+        from megatron_datastates.pipeline.publishing.agreement import ranks_of
+
+        return self.is_parallel and len(ranks_of(self._group)) < dist.get_world_size()
 
     def verify_files(self) -> None:
         """Compares the files with the SHA-256 sums in Megatron's `integrity.json`, on the first rank.
@@ -182,7 +206,7 @@ class Agreement:
 
     def begin_exchange(self) -> None:
         """Makes the collective call of the world that precedes an exchange. Raises as `settle`."""
-        self.is_over = True
+        self.is_over = self._has_exchanged = True
         self._raise_if_any(None, compares=False)  # process groups may load a checkpoint each
 
     def end_exchange(self) -> None:
@@ -324,7 +348,7 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         restores = state.current().restores_providers
         with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
             loaded = started(call, optimizer_layout.restated_where_needed(call.arguments, together))
-        if restores():
+        if restores() and is_ours(call.arguments["checkpoint_dir"]):
             restore_from(call.arguments["checkpoint_dir"])
         return loaded
 

@@ -303,7 +303,8 @@ def _write_scalars(report: dict[str, Any]) -> None:
     """Writes this rank's times to TensorBoard and W&B."""
     if report["state"] != "published" or report["iteration"] is None:
         return
-    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+    from megatron.training.checkpointing import get_args
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     names = ("held_ms", "fence_ms", "staging_ms", "writing_ms", "write_mb_per_s", "bytes")
     scalars = {f"datastates/{name}": report[name] for name in names}

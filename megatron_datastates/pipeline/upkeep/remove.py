@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import msgspec
 
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import NotACheckpointError, StorageError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import FORMAT_VERSION, MANIFEST_NAME
@@ -21,7 +22,7 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
     """Removes every tensor, object and stream whose key begins with `prefix`; returns their keys.
 
     Atomic: publishes a new index and then a new manifest. The data files stay as they are, so that no
-    space is freed. The manifest is read again right before that: a save that has published meanwhile stays.
+    space is freed. The manifest is read again right before that: a save that had published by then stays.
 
     Raises:
         DataStatesError: the directory is no readable checkpoint, cannot be written, or a save has published
@@ -51,9 +52,11 @@ def _publish(path: Path, manifest: Manifest, encoded: bytes) -> None:
     entry = index_entry(encoded)
     changed = msgspec.structs.replace(manifest, index=entry, format_version=FORMAT_VERSION)
     write_whole(path / entry.name, encoded, Faults(""), manifest.save_id)
-    found = read_manifest(path)
-    if is_another(found, manifest):
-        if found.index.name != entry.name:
+    found = None
+    with contextlib.suppress(NotACheckpointError):  # it was removed meanwhile
+        found = read_manifest(path)
+    if found is None or is_another(found, manifest):
+        if found is None or found.index.name != entry.name:
             (path / entry.name).unlink(missing_ok=True)
         raise StorageError(
             f"no keys were removed from {path}: a save, or another removal of keys, has published into it "
