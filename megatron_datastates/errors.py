@@ -182,3 +182,8 @@ class MissingPackageError(DataStatesError, ImportError):
 
 class HookPointError(DataStatesError):
     """The installed release of Megatron lacks a function that this package attaches to."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Returns whether an error says that the bytes of a checkpoint are damaged."""
+    return isinstance(error, FormatError | CorruptDataError) and not isinstance(error, UntrustedClassError)

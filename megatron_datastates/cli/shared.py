@@ -22,13 +22,11 @@ import click
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import (
-    CorruptDataError,
-    FormatError,
     NotACheckpointError,
     OptionError,
     StorageError,
-    UntrustedClassError,
     describe_error,
+    is_damage,
     printable,
 )
 from megatron_datastates.files import is_object, path_of, require_utf8
@@ -343,11 +341,6 @@ def cannot(error: Exception, code: int | None = None) -> NoReturn:
         raise error
     note(f"datastates: {describe_error(error)}")
     raise click.exceptions.Exit((1 if is_damage(error) else 2) if code is None else code)
-
-
-def is_damage(error: Exception) -> bool:
-    """Returns whether an error says that the bytes of a checkpoint are damaged."""
-    return isinstance(error, FormatError | CorruptDataError) and not isinstance(error, UntrustedClassError)
 
 
 def parse_size(option: str, text: str) -> int:

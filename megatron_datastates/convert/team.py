@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import CorruptDataError, DataStatesError, is_damage
 from megatron_datastates.pipeline.publishing.agreement import gather_objects
 
 T = TypeVar("T")
@@ -75,7 +75,8 @@ class Team:
         """Runs a step on every rank and returns all results, by rank. Any rank's error is raised on all.
 
         Raises:
-            DataStatesError: the step failed on another rank; the message has that rank and its error.
+            DataStatesError: the step failed on another rank; the message has that rank and its error. A
+                CorruptDataError if that says that a checkpoint is damaged.
             what the step raises, on the rank where it failed.
         """
         if not self._together:
@@ -86,12 +87,16 @@ class Team:
             value = step()
         except Exception as raised:
             error = raised
-        outcomes = gather_objects((None if error is None else f"{type(error).__name__}: {error}", value))
+        failure = None if error is None else (f"{type(error).__name__}: {error}", is_damage(error))
+        outcomes = gather_objects((failure, value))
         if error is not None:
             raise error
-        for rank, (text, _) in enumerate(outcomes):
-            if text is not None:
-                raise DataStatesError(f"the conversion failed on rank {rank}: {text}")
+        for rank, (failed, _) in enumerate(outcomes):
+            if failed is not None:
+                text, damaged = failed
+                # The same exit code on all ranks: launchers report that of the rank that ends first.
+                cls = CorruptDataError if damaged else DataStatesError
+                raise cls(f"the conversion failed on rank {rank}: {text}")
         return [result for _, result in outcomes]
 
     def on_every_rank(self, step: Callable[[], T]) -> T:
