@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
+from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.near import tier
@@ -63,20 +64,20 @@ def with_tracker(nodes: Nodes, retain_interval: int | None = None) -> Nodes:
 def held(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Holds the copies of one iteration in a job's drains, as slow storage does, until an event is set."""
     gates: list[tuple[list[Drain], int, threading.Event]] = []
-    copy = Drain._copy
+    copy = Drain._copy_file
 
-    def slow(self: Drain, save: NearSave) -> None:
+    def slow(self: Drain, save: NearSave, file: FileEntry) -> None:
         for drains, iteration, gate in gates:
             if self in drains and save.far.name == f"iter_{iteration:07d}":
                 gate.wait()
-        copy(self, save)
+        copy(self, save, file)
 
     def hold(nodes: Nodes, iteration: int) -> threading.Event:
         drains = [saver.near.drain for saver in nodes.ranks.savers if saver.near is not None]
         gates.append((drains, iteration, threading.Event()))
         return gates[-1][2]
 
-    monkeypatch.setattr(Drain, "_copy", slow)
+    monkeypatch.setattr(Drain, "_copy_file", slow)
     return hold
 
 
