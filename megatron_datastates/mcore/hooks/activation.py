@@ -84,11 +84,9 @@ def _refuse_saves(module: Any, error: Exception) -> None:
         return
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.global_vars import get_args
-
         from megatron_datastates.errors import HookPointError
 
-        found = get_args()
+        found = module.get_args()
         if "datastates" in (getattr(found, "ckpt_backend", None), getattr(found, "ckpt_format", None)):
             raise HookPointError(
                 "--ckpt-format datastates is not available: megatron_datastates could not attach to "
