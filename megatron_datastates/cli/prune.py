@@ -64,18 +64,18 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run. Without --yes, only list what would be removed.
 
-    Checkpoints of datastates and of torch_dist go by the same rules. Never removed: the newest complete
+    The same rules apply to checkpoints of datastates and of torch_dist. Never removed: the newest complete
     checkpoint, the one that Megatron's tracker names, damaged and unreadable ones, other formats, and
-    directories that a save may be writing to. Also removed, beside checkpoints of datastates that are kept:
+    directories that a save may be writing to. Also removed, from checkpoints of datastates that are kept:
     files that killed saves left and that no manifest names. If prune itself is killed, every remaining
     checkpoint is complete, and the next call removes the rest.
 
-    In an object store (msc://PROFILE/PATH), uploads that have not ended are aborted, too, if they are older
-    than --min-age. Checkpoints of torch_dist stay there.
+    In an object store (msc://PROFILE/PATH), unfinished uploads are aborted, too, if they are older than
+    --min-age. Checkpoints of torch_dist stay there.
 
-    With --drop-optimizer, checkpoints that would be removed keep their weights, bit for bit, and all else but
-    the optimizer's state; Megatron loads them with --no-load-optim. Each is rewritten in its own directory,
-    which needs space for its weights, and becomes the new one at once.
+    With --drop-optimizer, checkpoints that would be removed lose only the optimizer's state and keep
+    everything else, bit for bit; Megatron loads them with --no-load-optim. Each is rewritten in its own
+    directory, which needs space for its weights, and replaced atomically.
 
     Exit codes: 0 removed, or listed; 1 a checkpoint could not be removed, or rewritten by --drop-optimizer
     (the others were); 2 it cannot be done.

@@ -130,7 +130,7 @@ iteration_option = click.option(
     "--iteration",
     metavar="N",
     type=click.IntRange(min=0),
-    help="Of the run, take this iteration instead of the one that its tracker names.",
+    help="If a run is given: use this iteration instead of the one that its tracker names.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 keys_option = click.option(

@@ -17,16 +17,18 @@ BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 
 
 def table(results: dict[str, Any]) -> str:
-    """Returns a table with a row for each part, then each part's outcomes."""
+    """Returns a table with a row for each part, then each part's outcomes, folded."""
     lines = [f"Seed {results['seed']}.", "", "| part | rounds | minutes | violations |", "|---|---|---|---|"]
     for part in results["parts"]:
         minutes = part["seconds"] / 60
         lines.append(f"| {part['part']} | {part['rounds']} | {minutes:.1f} | {len(part['violations'])} |")
     for part in results["parts"]:
         count = "times, or KiB" if part["part"] == "soak" else "times"
-        lines += ["", f"**{part['part']}**", "", f"| {count} | what happened |", "|---|---|"]
+        lines += ["", f"<details><summary>{part['part']}</summary>", ""]
+        lines += [f"| {count} | what happened |", "|---|---|"]
         counts = sorted(part["outcomes"].items(), key=lambda item: (-item[1], item[0]))
         lines += [f"| {count} | {outcome} |" for outcome, count in counts]
+        lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 
