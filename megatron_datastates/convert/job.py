@@ -4,8 +4,9 @@ Protocol:
   1. what cannot be done is refused before anything is written (planning.py);
   2. everything is written to a directory beside the target, `.NAME.converting`, which is locked and emptied
      first (work_directory.py);
-  3. each file is written by one thread of one process; once all are durable, rank 0 publishes them; then they
-     are read again and compared if that was requested (verification.py);
+  3. each file is written by one thread of one process; once all are durable, each rank looks whether the
+     source is still what it has opened, and rank 0 publishes them; then they are read again and compared if
+     that was requested (verification.py);
   4. the directory is renamed to the target's name, and its parent is synced.
 For a target in an object store, each process writes to a directory of its own for temporary files, and step 4
 is an upload, with the manifest as the last object (uploads.py).
@@ -20,10 +21,9 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from megatron_datastates.config import MIB
 from megatron_datastates.convert.limits import Limits
@@ -99,7 +99,9 @@ def convert(
                 lambda: workers.run(numbers, lambda n: sink.write(n, plan.files[n]), sink.close)
             )
             written = dict(pair for part in parts for pair in part)
-            team.on_rank_zero(lambda: _publish(plan, sink, [written[n] for n in range(len(plan.files))]))
+            team.on_rank_zero(lambda: _copy_others(plan))
+            team.on_every_rank(plan.source.require_unchanged)
+            team.on_rank_zero(lambda: sink.publish([written[n] for n in range(len(plan.files))]))
         finally:
             sink.close()
         if verify:
@@ -137,8 +139,8 @@ def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Si
     )
 
 
-def _publish(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
-    """Copies the other files and directories of the source, durably, and then publishes the data files."""
+def _copy_others(plan: Plan) -> None:
+    """Copies the other files and directories of the source, durably."""
     for name in _other_names(plan.source):
         source, copy = plan.source.other_path(name), plan.work_directory / name
         if source.is_dir():
@@ -147,7 +149,6 @@ def _publish(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
             _copy_regular(source, copy)
         sync_tree(copy)
     sync_directory(plan.work_directory)
-    sink.publish(written)
 
 
 def _copy_directory(source: Path, copy: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_conversion_that_fails_leaves_no_parents_and_names_the_target(
         raise OSError(errno.ENOSPC, "No space left on device", str(directory / "x"))
 
     monkeypatch.setattr(
-        "megatron_datastates.convert.job._publish", lambda plan, *more: full(plan.work_directory)
+        "megatron_datastates.convert.job._copy_others", lambda plan, *more: full(plan.work_directory)
     )
     code, _, err = run(
         "convert", tmp_path / "run" / "iter_0000010", tmp_path / "deep" / "er" / "iter_0000010"

@@ -401,16 +401,16 @@ def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_p
 def test_verify_finds_what_was_not_written_as_it_was_read(
     by_dcp: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = job._publish
+    verify = job.verify_conversion
 
     def damage(plan: Plan, *rest: Any) -> None:
-        publish(plan, *rest)
         path = max(plan.work_directory.iterdir(), key=lambda path: path.stat().st_size)
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
+        verify(plan, *rest)
 
-    monkeypatch.setattr(job, "_publish", damage)
+    monkeypatch.setattr(job, "verify_conversion", damage)
     with pytest.raises(CorruptDataError, match="'large'"):
         convert_to(by_dcp, tmp_path / "target", format=format, verify=True)
     assert not os.listdir(tmp_path)
@@ -431,6 +431,36 @@ def test_verify_finds_what_has_changed_in_a_source_since_it_was_written(
     with pytest.raises(CorruptDataError, match=r"__0_0\.distcp, tensor 'large' at .*, so it is corrupt"):
         convert_to(tmp_path / "source", tmp_path / "target", format=format, verify=True)
     assert sorted(os.listdir(tmp_path)) == ["good", "source"]
+
+
+@pytest.mark.parametrize("changed", [".metadata", "__0_0.distcp", "common.pt"])
+def test_a_source_that_is_saved_again_meanwhile_gives_no_mixture(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
+    (tmp_path / "source" / "common.pt").write_bytes(b"common")
+    copy_others = job._copy_others
+
+    def save_again(plan: Plan) -> None:  # its tensors were read
+        path = tmp_path / "source" / changed
+        path.write_bytes(path.read_bytes())
+        copy_others(plan)
+
+    monkeypatch.setattr(job, "_copy_others", save_again)
+    with pytest.raises(StorageError, match=f"{changed} has changed since it was opened: a save into"):
+        convert_to(tmp_path / "source", tmp_path / "target")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
+def test_a_damaged_file_of_others_is_not_copied_as_if_it_were_whole(format: str, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "stock", {"a": torch.ones(3)})
+    torch.save({"iteration": 5, "rate": 0.5}, tmp_path / "stock" / "common.pt")
+    convert_to(tmp_path / "stock", tmp_path / "source")
+    torch.save({"iteration": 5, "rate": 0.25}, tmp_path / "source" / "common.pt")
+    with pytest.raises(CorruptDataError, match=r"source/common\.pt is not the file that was saved"):
+        convert_to(tmp_path / "source", tmp_path / "target", format=format, verify=True)
+    assert sorted(os.listdir(tmp_path)) == ["source", "stock"]
 
 
 def test_archives_that_were_written_without_checksums_are_read(tmp_path: Path) -> None:

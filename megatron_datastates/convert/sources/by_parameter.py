@@ -137,6 +137,9 @@ class ByParameterSource(Source):
     def require_files(self) -> None:
         self._stored.require_files()
 
+    def require_unchanged(self) -> None:
+        self._stored.require_unchanged()
+
     def stored_by_rank(self) -> list[RankContents]:
         """Returns the pieces of states with the files that hold their first elements."""
         files = [

@@ -180,6 +180,14 @@ class Source(ABC):
             StorageError, FormatError: a file is missing or truncated.
         """
 
+    def require_unchanged(self) -> None:  # noqa: B027 - not each has something to check
+        """Checks, once all was read, what reading leaves unchecked: that it was of one save.
+
+        Raises:
+            StorageError: a save has written to files since they were opened.
+            CorruptDataError: one of the other files is not the one that was saved.
+        """
+
     def structure_faults(self) -> Iterable[str]:
         """Returns what is wrong with the index, besides what keeps it from opening. Raises FormatError."""
         return []

@@ -35,7 +35,7 @@ from megatron_datastates.convert.sources.source import (
     fragment_with,
 )
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
-from megatron_datastates.files import names_in, open_regular, size_of
+from megatron_datastates.files import Status, names_in, open_regular, size_of, status_of
 from megatron_datastates.format.directory import (
     METADATA_NAME,
     OPTIMIZER_MAPS_NAME,
@@ -89,6 +89,8 @@ class TorchDistSource(Source):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         path = directory / TORCH_DIST_INDEX
+        # Of files to which a save writes under the same names again.
+        self._seen: dict[str, Status | None] = {path.name: status_of(path)}
         metadata = load_metadata(path)
         self._paths, self._version = paths_of(metadata), metadata.version
         self._has_own_planner_data = self._paths is None and metadata.planner_data not in (None, {})
@@ -245,6 +247,16 @@ class TorchDistSource(Source):
             if size < end:
                 raise StorageError(
                     f"{self.directory / name} is truncated: it has {size} bytes, expected at least {end}"
+                )
+        for name in (*ends, *self.other_files):
+            self._seen.setdefault(name, status_of(self.directory / name))
+
+    def require_unchanged(self) -> None:
+        for name, seen in self._seen.items():
+            if status_of(self.directory / name) != seen:
+                raise StorageError(
+                    f"{self.directory / name} has changed since it was opened: a save into the directory is "
+                    "under way, or was. Call again once it has ended"
                 )
 
     def stored_by_rank(self) -> list[RankContents]:
