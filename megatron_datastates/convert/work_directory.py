@@ -5,11 +5,11 @@ What no conversion of the same source makes is never deleted.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_datastates.convert.sinks.target import refuse_target
@@ -19,7 +19,7 @@ from megatron_datastates.files import lock
 from megatron_datastates.format.directory import is_of_a_format
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[None]:
     """Creates or empties the directory and locks it. Removes it at the end if it still has this name.
 
@@ -32,7 +32,8 @@ def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[
     """
     descriptor = _open(path)
     try:
-        if not lock(descriptor):
+        # What another conversion had made may have got another name, or be gone, since it was opened.
+        if not lock(descriptor) or not _is_at(descriptor, path):
             raise StorageError(
                 f"another conversion is making {_target_of(path)}: wait until it has finished, or stop it"
             )
@@ -40,9 +41,17 @@ def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[
         try:
             yield
         finally:
-            shutil.rmtree(path, ignore_errors=True)  # after a success it has the target's name
+            if _is_at(descriptor, path):  # after a success it has the target's name
+                shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Returns whether the open directory has this name."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    return False
 
 
 def _target_of(path: Path) -> Path:

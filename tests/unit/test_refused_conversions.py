@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import fractions
 import os
@@ -21,12 +22,13 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job, limits, planning
+from megatron_datastates.convert import job, limits, planning, work_directory
 from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import Plan, plan_conversion
 from megatron_datastates.convert.sources import pickles
 from megatron_datastates.convert.sources.tensor_records import load_tensor_record
+from megatron_datastates.convert.work_directory import locked_work_directory
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -395,6 +397,30 @@ def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_p
     os.close(descriptor)
     convert_to(by_dcp, tmp_path / "target")
     assert os.listdir(tmp_path) == ["target"]
+
+
+def test_a_directory_that_another_conversion_has_made_anew_since_it_was_opened_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / ".target.converting", work_directory._open
+    with contextlib.ExitStack() as other:
+
+        def open_late(path: Path) -> int:
+            descriptor = opened(path)  # of a conversion that fails now
+            shutil.rmtree(path)
+            monkeypatch.setattr(work_directory, "_open", opened)
+            other.enter_context(locked_work_directory(path, ()))
+            (path / "__0_0.distcp").write_bytes(b"half")
+            return descriptor
+
+        monkeypatch.setattr(work_directory, "_open", open_late)
+        with (
+            pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "),
+            locked_work_directory(path, ()),
+        ):
+            pass
+        assert os.listdir(path) == ["__0_0.distcp"]
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
