@@ -170,6 +170,11 @@ def is_out_of_reach(error: Exception) -> bool:
     return is_denied(error) and (code != errno.EIO or is_object(path))
 
 
+def real_path(path: Path) -> Path:
+    """Returns a path without links. Unlike Path.resolve, raises nothing for links that lead to themselves."""
+    return path if is_object(path) else Path(os.path.realpath(path))
+
+
 def require_utf8(path: Path) -> None:
     """Raises StorageError if the name is not UTF-8, which native code and JSON output need."""
     try:

@@ -15,7 +15,7 @@ from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.uploads import refuse_object_target
 from megatron_datastates.errors import FormatError, OptionError, StorageError
-from megatron_datastates.files import folders_in, is_object, require_utf8
+from megatron_datastates.files import folders_in, is_object, real_path, require_utf8
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.plan.coverage import coverage_faults
 
@@ -80,9 +80,10 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
             f"to one, and copy it to the store, {TORCH_DIST_INDEX} and then {METADATA_NAME} last; or choose "
             f"--to {DataStatesSink.format}"
         )
-    if target.resolve() == source.directory.resolve():
+    place, read = real_path(target), real_path(source.directory)
+    if place == read:
         raise StorageError(f"{target} is the source itself: choose another target")
-    if f"{target.resolve()}/".startswith(f"{source.directory.resolve()}/"):
+    if place.is_relative_to(read):
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
     source.read_metadata()  # which a sink writes last; a damaged one is refused here
     _refuse_streams(source, format)

@@ -26,6 +26,7 @@ from megatron_datastates.errors import (
     StorageError,
     describe_error,
 )
+from megatron_datastates.files import real_path
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, other_checkpoints
 from megatron_datastates.pipeline.runs.runs import is_complete
 
@@ -144,7 +145,8 @@ def convert_run(
             result = _not_converted(one, made, request, **outcome)
         found.append(result)
         finished(result)
-    return RunConversion(found, *team.on_rank_zero(lambda: copy_tracker(source, target)))
+    failed = [Path(one.source).name for one in found if one.failed]
+    return RunConversion(found, *team.on_rank_zero(lambda: copy_tracker(source, target, failed)))
 
 
 def _not_converted(source: Path, target: Path, request: ConversionRequest, **why: str) -> ConversionResult:
@@ -153,7 +155,7 @@ def _not_converted(source: Path, target: Path, request: ConversionRequest, **why
 
 def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str, dict[str, str] | None]]:
     """Returns the names of checkpoints, each with why it is not converted: `skipped` or `failed`, or None."""
-    if target.resolve() == source.resolve():
+    if real_path(target) == real_path(source):
         raise StorageError(f"{target} is the source itself: choose another target")
     if format and format not in FORMATS:
         raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
@@ -191,9 +193,11 @@ def _why_not(
         return {"skipped" if is_unfinished else "failed": str(source)}
     if not target.exists():
         return None
-    existing = open_source(target).format
-    if existing not in wanted:
+    existing = _try_open(target)
+    if isinstance(existing, DataStatesError):
+        return {"failed": f"the target exists, and cannot be read as a checkpoint: {existing}"}
+    if existing.format not in wanted:
         raise StorageError(
-            f"{target} exists in format {existing}, expected {' '.join(wanted)}: choose another target"
+            f"{target} exists in format {existing.format}, expected {' '.join(wanted)}: choose another target"
         )
     return {"skipped": "the target exists already"}

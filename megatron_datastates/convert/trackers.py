@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_datastates import stores
 from megatron_datastates.convert.sinks.sink import write_synced
+from megatron_datastates.convert.sinks.target import named_as
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object
@@ -34,8 +37,11 @@ def how_to_load(source: Path, target: Path) -> str:
     )
 
 
-def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
+def copy_tracker(source: Path, target: Path, failed: Collection[str] = ()) -> tuple[str, bool]:
     """Names in the target's tracker what the source's names, if it was converted.
+
+    Args:
+        failed: names of checkpoints that were not converted, although the target may have something there.
 
     Returns what came of it, and whether the target lacks what the source's tracker names. Raises StorageError
     if that cannot be seen.
@@ -47,7 +53,7 @@ def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
     if name is None:
         text = f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
         return text, False
-    if not has_folder(target, name):
+    if name in failed or not has_folder(target, name):
         why = "was not converted" if has_folder(source, name) else "is missing"
         return (
             f"{source / TRACKER_NAME} names {name}, which {why}: "
@@ -68,7 +74,8 @@ def _name_it(run: Path, name: str, shown: Path) -> str:
         and existing != name
         and not _is_earlier(existing, name)
     ):
-        return f"{shown / TRACKER_NAME} still names {existing}: pass --load {shown} --ckpt-step {step}"
+        stays = f"still names {existing}" if existing else "names no checkpoint, and was left as it is"
+        return f"{shown / TRACKER_NAME} {stays}: pass --load {shown} --ckpt-step {step}"
     if existing != name:
         write_tracker(tracker, (RELEASE_NAME if step is None else str(step)).encode())
     return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"
@@ -79,9 +86,14 @@ def write_tracker(tracker: Path, text: bytes) -> None:
     if is_object(tracker):
         stores.write(tracker, text)
         return
-    temporary = tracker.with_name(f".{TRACKER_NAME}.converting")
-    write_synced(temporary, text)
-    temporary.rename(tracker)
+    temporary = tracker.with_name(f".{TRACKER_NAME}.{secrets.token_hex(4)}.converting")  # of this call alone
+    with named_as(temporary, tracker):
+        try:
+            write_synced(temporary, text)
+            temporary.rename(tracker)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
     sync_directory(tracker.parent)
 
 

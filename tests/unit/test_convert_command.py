@@ -24,6 +24,7 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import plan_conversion
 from megatron_datastates.convert.run import CONVERTING, VERIFYING, ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
+from megatron_datastates.convert.trackers import write_tracker
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -149,6 +150,63 @@ def test_what_is_damaged_does_not_keep_others_from_being_converted(tmp_path: Pat
     assert "5 checkpoints: 1 converted, 1 skipped, 3 failed" in out
     assert f"{TRACKER} names iter_0000003, which was not converted: choose another" in out
     assert os.listdir(tmp_path / "made") == ["iter_0000004"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "a save that was killed", "a file"])
+def test_what_is_in_the_way_of_one_checkpoint_does_not_keep_others_from_being_converted(
+    there: str, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        save_with_dcp(tmp_path / "run" / f"iter_{step:07d}", {"a": torch.ones(3)})
+    (tmp_path / "run" / TRACKER).write_text("2")
+    in_the_way = tmp_path / "made" / "iter_0000002"
+    in_the_way.parent.mkdir()
+    if there == "a file":
+        in_the_way.write_bytes(b"")
+    else:
+        in_the_way.mkdir()
+    if there == "a save that was killed":
+        (in_the_way / "data-00000-0000000000000001-1.bin").write_bytes(b"half")
+    code, out, err = run("convert", tmp_path / "run", tmp_path / "made", "--all")
+    assert code == 1 and "2 checkpoints: 1 converted, 0 skipped, 1 failed" in out
+    assert "iter_0000002: not converted: the target exists, and cannot be read as a checkpoint: " in err
+    assert "names iter_0000002, which was not converted: choose another" in out
+    assert sorted(os.listdir(tmp_path / "made")) == ["iter_0000001", "iter_0000002"]
+
+
+def test_a_tracker_that_names_nothing_is_left_as_it_is(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000002", {"a": torch.ones(3)})
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / TRACKER).write_text("garbage")
+    code, out, _ = run("convert", tmp_path / "run" / "iter_0000002", tmp_path / "made" / "iter_0000002")
+    assert code == 0 and f"{TRACKER} names no checkpoint, and was left as it is: pass --load" in out
+
+
+def test_two_conversions_that_write_one_tracker_at_once_both_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, rename, texts = tmp_path / TRACKER, Path.rename, [b"2"]
+
+    def rename_late(path: Path, target: Path) -> Path:
+        if texts:
+            write_tracker(tracker, texts.pop())
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    write_tracker(tracker, b"10")
+    assert tracker.read_bytes() == b"10" and os.listdir(tmp_path) == [TRACKER]
+
+
+@pytest.mark.parametrize("option", [[], ["--all"]])
+@pytest.mark.parametrize("leads_to", ["loop", "nowhere"])
+def test_a_target_below_a_link_that_leads_to_no_directory_is_one_error(
+    leads_to: str, option: list[str], tmp_path: Path
+) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000002", {"a": torch.ones(3)})
+    (tmp_path / "loop").symlink_to(leads_to)
+    source = tmp_path / "run" if option else tmp_path / "run" / "iter_0000002"
+    code, _, err = run("convert", *option, source, tmp_path / "loop" / "iter_0000002")
+    assert code in (1, 2) and "loop is not a writable directory: choose another target" in err
 
 
 def test_a_tracker_that_names_a_missing_iteration_is_said(tmp_path: Path) -> None:

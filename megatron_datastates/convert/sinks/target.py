@@ -31,7 +31,7 @@ from typing import Any
 from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
-from megatron_datastates.files import is_object, open_regular
+from megatron_datastates.files import is_object, open_regular, real_path
 from megatron_datastates.pipeline.runs.runs import format_of
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
         raise StorageError(f"{target} exists: choose another target, or remove it first")
     if not makes_parents and not target.parent.is_dir():
         raise StorageError(f"{target.parent} is not a directory: create it, or choose another target")
-    around = next(parent for parent in target.absolute().parents if parent.exists())
+    around = next(parent for parent in target.absolute().parents if os.path.lexists(parent))
     if not around.is_dir() or not os.access(around, os.W_OK | os.X_OK):
         raise StorageError(f"{around} is not a writable directory: choose another target")
     free = shutil.disk_usage(around).free
@@ -94,7 +94,7 @@ def require_scratch(needed_bytes: int) -> None:
 
 def refuse_inside_checkpoint(target: Path) -> None:
     """Raises StorageError if `target` would become a part of a checkpoint, such as the one that is read."""
-    parents = list(target.resolve().parents)
+    parents = list(real_path(target).parents)
     # In a store, the last two are the name of the profile and what all paths of stores begin with.
     for parent in parents[:-2] if is_object(target) else parents:
         if format_of(parent) is not None:
