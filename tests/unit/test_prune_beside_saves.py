@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
+from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
 from megatron_datastates.pipeline.upkeep.prune import _put_back, prune
 from megatron_datastates.pipeline.upkeep.repair import repair
@@ -182,6 +184,31 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
+
+
+@pytest.mark.parametrize("number", [100, 500])
+def test_a_directory_that_somebody_else_removes_during_the_decision_is_left_out(root, monkeypatch, number):
+    complaint = retention._complaint
+
+    def remove_late(one, others):
+        found = complaint(one, others)
+        if one.number == number:
+            shutil.rmtree(one.path)
+        return found
+
+    monkeypatch.setattr(retention, "_complaint", remove_late)
+    plan = plan_prune(root, RetentionRules(keep_last=3))
+    decided = [one.number for one in [*plan.removed, *(one for one, _ in plan.kept)]]
+    assert sorted(decided) == [one for one in NUMBERS if one != number]
+
+
+@pytest.mark.parametrize(
+    "point", ["remove manifest", "sync removal of manifest", "remove file", "remove directory"]
+)
+def test_a_directory_that_somebody_else_removes_at_the_same_time_is_no_failure(root, monkeypatch, point):
+    at_point(monkeypatch, point, lambda: shutil.rmtree(place(root, 100)))
+    assert [one.number for one in prune(root, RetentionRules(keep_last=3))] == [200]
+    assert complete(root) == [300, 400, 500] and not place(root, 100).exists()
 
 
 def test_a_save_that_lost_its_files_to_prune_does_not_publish(root, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,23 @@ def test_a_save_that_begins_meanwhile_keeps_its_files(root: Path, monkeypatch: p
     gone = prune(root, RetentionRules(keep_last=3), FORMATS, stays=lambda one, why: found.append(why))
     assert gone == [] and found == ["the old checkpoint is gone; a save into it has begun meanwhile"]
     assert file.read_bytes() == b"new"
+
+
+def test_a_file_that_is_gone_when_it_is_looked_at_ends_no_plan(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, scandir = place(root, 100) / "__1_0.distcp.tmp", os.scandir
+
+    @contextlib.contextmanager
+    def scan_late(path: Path) -> Iterator[list[os.DirEntry[str]]]:
+        temporary.write_bytes(b"")
+        with scandir(path) as entries:
+            found = list(entries)
+        temporary.unlink(missing_ok=True)
+        yield found
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert place(root, 100) in [one.path for one in plan_prune(root, KEEP_ONE, FORMATS).removed]
 
 
 def test_the_plan_is_printed_with_sizes(root: Path) -> None:

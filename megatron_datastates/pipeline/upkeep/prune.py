@@ -78,6 +78,8 @@ def prune(
                     continue
                 why = removal.run()
         except OSError as error:
+            if not is_object(one.path) and not os.path.lexists(one.path):
+                continue  # another call, or the training, has removed it meanwhile
             failure = StorageError(f"{one.path} was not removed: {error}. {_state(one.path / index_name)}")
             if fails is None:
                 raise failure from error

@@ -14,6 +14,7 @@ are files that are younger than MIN_AGE_SECONDS, in a directory without an index
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -128,20 +129,21 @@ def plan_prune(
     old_uploads = [upload for upload in uploads if upload.age_seconds >= rules.min_age_seconds]
     plan = PrunePlan([], [], old_uploads, note, undamaged)
     for one in wanted:
-        why = (
-            complaints[one.path]
-            or _reason(one, undamaged, latest, tracked, rules, others)
-            or _link_to(one, linked)
-        )
-        unnamed = _unnamed(one, why or "", others)
-        own_uploads = [upload for upload in uploads if upload.path.parent == one.path]
-        why = why or under_way([*unnamed, *own_uploads], rules.min_age_seconds) or _just_made(one, rules)
-        if why is None:
-            plan.removed.append(one)
-            continue
-        plan.kept.append((one, why))
-        if one.format == BACKEND and one.complete and complaints[one.path] is None:
-            plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
+        with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
+            why = (
+                complaints[one.path]
+                or _reason(one, undamaged, latest, tracked, rules, others)
+                or _link_to(one, linked)
+            )
+            unnamed = _unnamed(one, why or "", others)
+            own_uploads = [upload for upload in uploads if upload.path.parent == one.path]
+            why = why or under_way([*unnamed, *own_uploads], rules.min_age_seconds) or _just_made(one, rules)
+            if why is None:
+                plan.removed.append(one)
+                continue
+            plan.kept.append((one, why))
+            if one.format == BACKEND and one.complete and complaints[one.path] is None:
+                plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
     return plan
 
 
@@ -175,8 +177,12 @@ def _unnamed(one: Iteration, why: str, others: OtherFormats) -> list[UnnamedFile
 
 def _newer_than_index(one: Iteration, format: OtherFormat) -> list[UnnamedFile]:
     """Returns the data files that were written after the index; where that is missing, all files."""
+    status = {}
     with os.scandir(one.path) as entries:
-        status = {e.name: e.stat(follow_symlinks=False) for e in entries if e.name != REMOVAL_NAME}
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                status[entry.name] = entry.stat(follow_symlinks=False)
+    status.pop(REMOVAL_NAME, None)
     published, now = status.get(format.index_name) if one.complete else None, time.time()
     return [
         UnnamedFile(one.path / name, each.st_size, now - each.st_mtime)
