@@ -22,6 +22,7 @@ from megatron_datastates.convert.sinks.safetensors import INDEX_NAME, choose_wei
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import OptionError, StorageError, UnsupportedFormatError
 from tests.unit.command import run
+from tests.unit.converting import save_with_dcp
 from tests.unit.states import SMALL, bits, data_files, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -60,6 +61,18 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert bits(found[name]) == bits(tensor), name
+
+
+def test_a_checkpoint_of_torch_dist_that_is_saved_again_meanwhile_is_not_exported(tmp_path):
+    save_with_dcp(tmp_path / "ck", {"a": torch.ones(3), "b": torch.ones(3)})
+    source = open_source(tmp_path / "ck")
+
+    def save_again(done: int) -> None:
+        save_with_dcp(tmp_path / "ck", {"a": torch.zeros(3), "b": torch.zeros(3)})
+
+    with pytest.raises(StorageError, match="has changed since it was opened: a save into the directory"):
+        export(source, tmp_path / "out", choose_weights(source), progress=save_again)
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
 def test_weights_are_exported_per_layer_without_the_optimizer(checkpoint, tmp_path):

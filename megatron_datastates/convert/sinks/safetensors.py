@@ -155,7 +155,7 @@ def export(
         read: reads a box of a stored tensor (default: the source does).
 
     Raises:
-        StorageError: the target exists or there is too little space.
+        StorageError: the target exists, there is too little space, or the source was saved again meanwhile.
         DataStatesError: a tensor cannot be read.
         OSError: a file cannot be written.
     """
@@ -169,6 +169,7 @@ def export(
         for name, shard in zip(names, shards, strict=True):
             with open(directory / name, "xb") as file:
                 _write_shard(read or source.read_tensor, shard, file, memory_bytes, progress)
+        source.require_unchanged()
         if len(shards) > 1:
             where = {w.name: name for name, shard in zip(names, shards, strict=True) for w in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}

@@ -137,8 +137,8 @@ class ByParameterSource(Source):
     def require_files(self) -> None:
         self._stored.require_files()
 
-    def require_unchanged(self) -> None:
-        self._stored.require_unchanged()
+    def check_other(self, name: str) -> None:
+        self._stored.check_other(name)
 
     def stored_by_rank(self) -> list[RankContents]:
         """Returns the pieces of states with the files that hold their first elements."""

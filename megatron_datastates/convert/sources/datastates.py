@@ -135,9 +135,8 @@ class DataStatesSource(Source):
     def require_files(self) -> None:
         self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
 
-    def require_unchanged(self) -> None:  # names of data files are a save's own
-        for name in self.other_files:
-            self.checkpoint.read_other(name)
+    def check_other(self, name: str) -> None:
+        self.checkpoint.read_other(name)
 
     def stored_by_rank(self) -> list[RankContents]:
         index, ranks = self.checkpoint.index, [file.rank for file in self.checkpoint.manifest.files]

@@ -181,12 +181,14 @@ class Source(ABC):
         """
 
     def require_unchanged(self) -> None:  # noqa: B027 - not each has something to check
-        """Checks, once all was read, what reading leaves unchecked: that it was of one save.
+        """Checks, once all was read, that all was of one save.
 
         Raises:
             StorageError: a save has written to files since they were opened.
-            CorruptDataError: one of the other files is not the one that was saved.
         """
+
+    def check_other(self, name: str) -> None:  # noqa: B027 - most have nothing to compare with
+        """Checks one of the other files. Raises CorruptDataError if it is not the one that was saved."""
 
     def structure_faults(self) -> Iterable[str]:
         """Returns what is wrong with the index, besides what keeps it from opening. Raises FormatError."""

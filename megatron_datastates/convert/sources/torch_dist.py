@@ -89,7 +89,7 @@ class TorchDistSource(Source):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         path = directory / TORCH_DIST_INDEX
-        # Of files to which a save writes under the same names again.
+        # Of what was opened. A save writes to files of the same names again.
         self._seen: dict[str, Status | None] = {path.name: status_of(path)}
         metadata = load_metadata(path)
         self._paths, self._version = paths_of(metadata), metadata.version
@@ -248,8 +248,12 @@ class TorchDistSource(Source):
                 raise StorageError(
                     f"{self.directory / name} is truncated: it has {size} bytes, expected at least {end}"
                 )
-        for name in (*ends, *self.other_files):
-            self._seen.setdefault(name, status_of(self.directory / name))
+        for name in self.other_files:
+            self._note(name)
+
+    def _note(self, name: str) -> None:
+        if name not in self._seen:
+            self._seen[name] = status_of(self.directory / name)
 
     def require_unchanged(self) -> None:
         for name, seen in self._seen.items():
@@ -296,6 +300,7 @@ class TorchDistSource(Source):
 
     def _open(self, name: str) -> BinaryIO:
         try:
+            self._note(name)
             return open_regular(self.directory / name)
         except OSError as error:
             path = self.directory / name
