@@ -20,7 +20,7 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, OptionError, StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
@@ -93,8 +93,6 @@ def prune(
 
     try:
         require_directory(root)
-        if keep_last is None and keep_every is None:
-            raise OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep")
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
         if yes and not is_object(root):
             finish_drops(root)

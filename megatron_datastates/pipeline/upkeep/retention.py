@@ -55,7 +55,7 @@ class RetentionRules:
             raise OptionError(f"an age is at least 0, not {self.min_age_seconds:g}")
         given = {"--keep-last": self.keep_last, "--keep-every": self.keep_every}
         if all(number is None for number in given.values()):
-            raise OptionError("say what to keep: --keep-last, --keep-every, or both")
+            raise OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep")
         for name, number in given.items():
             if number is not None and number < 1:
                 raise OptionError(f"{name} {number}: expected at least 1")
@@ -106,7 +106,9 @@ def plan_prune(
     """
     path = path_of(root)
     try:
-        found = find_answered(path) if is_object(path) else _found(path, others)
+        found = (
+            find_answered(path) if is_object(path) else [_seen(one, others) for one in find_iterations(path)]
+        )
         linked = _link_targets(path)
         uploads, note = unfinished_uploads(path) if is_object(path) else ([], "")
     except OSError as error:
@@ -145,10 +147,6 @@ def plan_prune(
             if one.format == BACKEND and one.complete and complaints[one.path] is None:
                 plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
     return plan
-
-
-def _found(root: Path, others: OtherFormats) -> list[Iteration]:
-    return [_seen(one, others) for one in find_iterations(root)]
 
 
 def _seen(one: Iteration, others: OtherFormats) -> Iteration:
