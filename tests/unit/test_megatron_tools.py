@@ -46,7 +46,7 @@ def ours(tmp_path_factory) -> Path:
 
 def test_dcps_reader_lists_and_loads_a_directory_of_ours(ours):
     """As checkpoint_inspector.py and load_dist_checkpoint_full do, which construct the reader themselves."""
-    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # as they do; it attaches the hook
+    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # they do: it has the hook
     reader = dcp.FileSystemReader(ours)
     metadata = reader.read_metadata().state_dict_metadata
     stored = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
