@@ -16,7 +16,8 @@ from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.pipeline.near import copying, places
 from megatron_datastates.pipeline.near.copying import Copier, Limit
-from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run
+from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit import ranks_in_turn
@@ -124,6 +125,22 @@ def test_a_failed_second_save_of_an_iteration_does_not_take_the_first_one_with_i
     eventually(lambda: is_back(0) and is_back(1))
     abandon(nodes)
     assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 3
+    nodes.check(3)
+
+
+def test_a_kill_while_an_iteration_is_saved_a_second_time_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, {"faults": NEVER_FAR}, {"faults": f"{NEVER_FAR},write manifest:2:EIO"})
+    first = nodes.save(3).save.context.save_id
+    monkeypatch.setattr(Drain, "note_failed", lambda *arguments: None)  # the kill comes before it
+    again = nodes.save(3)
+    assert again.outcome is Outcome.FAILED
+    abandon(nodes)
+    named = [published_in(nodes.near(node, 3)) for node in (0, 1)]
+    assert named == [again.save.context.save_id, first]
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 3
+    assert published_in(nodes.directory(3)) in named
     nodes.check(3)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,8 @@ from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import published_in
 from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs.branches import origin_in
+from megatron_datastates.pipeline.runs import history
+from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
 from tests.unit.states import data_files
 from tests.unit.test_near_mishaps import eventually, restart
@@ -86,8 +89,26 @@ def saved_before(nodes: Nodes, iteration: int) -> None:
     eventually(lambda: nodes.is_far(iteration) and tracked(nodes) == iteration)
 
 
+def fails_once(monkeypatch: pytest.MonkeyPatch, reads: str) -> None:
+    """Makes what `has_later_save` reads fail for a moment."""
+    read, failed = getattr(history, reads), threading.Event()
+
+    def flaky(*arguments: object) -> object:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*arguments)
+
+    monkeypatch.setattr(history, reads, flaky)
+
+
+@pytest.mark.parametrize("unreadable", ["", "point_in", "jobs_in"])
 def test_what_a_restart_in_the_process_has_saved_anew_stays(
-    tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    unreadable: str,
+    tmp_path: Path,
+    held: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     nodes = with_tracker(Nodes(tmp_path))
     saved_before(nodes, 90)
@@ -95,8 +116,11 @@ def test_what_a_restart_in_the_process_has_saved_anew_stays(
     nodes.save(100)
     restart(nodes)
     monkeypatch.setattr(tier, "free_bytes", lambda root: 0)  # saves go to --save directly
-    again = nodes.save(100, origin_in(nodes.directory(90), 90))
+    # Of a job that began anew, the list alone says that it is later.
+    again = nodes.save(100, Origin() if unreadable == "jobs_in" else origin_in(nodes.directory(90), 90))
     assert again.outcome is Outcome.PUBLISHED and not again.records[0].is_near
+    if unreadable:
+        fails_once(monkeypatch, unreadable)
     gate.set()
     eventually(lambda: "a later save is there" in caplog.text)
     nodes.close()

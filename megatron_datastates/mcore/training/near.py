@@ -201,5 +201,10 @@ def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | No
 
 
 def _is_later(directory: Path, save_id: SaveId, last: SaveId | None) -> bool:
-    """Returns whether a directory holds a save that is later than this one, and not this process's `last`."""
-    return published_in(directory) != last and has_later_save(directory, save_id)
+    """Returns whether a directory holds a save that is later than this one, and not this process's `last`.
+
+    What cannot be read says nothing: it fails no save that is published.
+    """
+    with contextlib.suppress(OSError):
+        return published_in(directory) != last and has_later_save(directory, save_id)
+    return False

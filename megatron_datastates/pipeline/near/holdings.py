@@ -217,27 +217,37 @@ def _may_be_whole(folder: Path, manifest: Manifest, file: FileEntry) -> bool:
 
 
 def _found_in(folder: Path) -> list[Held]:
-    """Returns what a folder holds. Without a manifest, by save: there may be files of several."""
+    """Returns what a folder holds, by save: there may be files of several.
+
+    While an iteration is saved a second time, nodes have different manifests: each save may be complete with
+    the files beside the other one's manifest.
+    """
     iteration = iteration_in_name(folder.name)
     if iteration is None or not folder.is_dir():
         return []
     manifest = manifest_in(folder)
-    if manifest is not None:
-        try:
-            small_files_of(folder, manifest)
-            point = point_of(manifest, iteration)
-        except DataStatesError as error:
-            logger.warning("the index in the near tier, %s, is not used: %s", folder, error)
-            point = None
-        there = set(os.listdir(folder))
-        files = [f for f in manifest.files if f.name in there and _may_be_whole(folder, manifest, f)]
-        nodes = nodes_in(folder)
-        own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
-        names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
-        return [Held(folder.name, manifest.save_id, point, frozenset(names), frozenset(copies))]
-    if is_published(folder):
-        logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)
     present = frozenset(filter(is_data_file_name, os.listdir(folder)))
     ids = {save_id for name in present if (save_id := save_id_in_name(name))}
+    found = []
+    if manifest is not None:
+        found.append(_held_by(folder, manifest, iteration, present))
+        ids.discard(manifest.save_id)
+    elif is_published(folder):
+        logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)
     # Each may have files of earlier ones, too: a manifest says which.
-    return [Held(folder.name, save_id, None, present) for save_id in ids]
+    return found + [Held(folder.name, save_id, None, present) for save_id in ids]
+
+
+def _held_by(folder: Path, manifest: Manifest, iteration: int, present: frozenset[str]) -> Held:
+    """Returns what a folder holds of the save that its manifest names."""
+    try:
+        small_files_of(folder, manifest)
+        point = point_of(manifest, iteration)
+    except DataStatesError as error:
+        logger.warning("the index in the near tier, %s, is not used: %s", folder, error)
+        point = None
+    files = [f for f in manifest.files if f.name in present and _may_be_whole(folder, manifest, f)]
+    nodes = nodes_in(folder)
+    own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
+    names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
+    return Held(folder.name, manifest.save_id, point, frozenset(names), frozenset(copies))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.runs.branches import Point, known_point
+from megatron_datastates.pipeline.runs.branches import Point, known_point, point_in
 from megatron_datastates.pipeline.runs.jobs import MOST_JOBS, Job, jobs_in
 
 _READ_AT_A_TIME = 16  # manifests
@@ -169,14 +169,17 @@ def by_branch(
 def has_later_save(directory: Path, save_id: SaveId) -> bool:
     """Returns whether a directory of a run holds a later save than this one, which is of the same run.
 
-    Later is a save that has passed through it, or of a job that the run's list names later. What cannot be
-    read says nothing.
+    Later is a save that has passed through it, or of a job that the run's list names later. What is damaged
+    says nothing.
+
+    Raises:
+        OSError: the manifest there, or the list, cannot be read.
     """
-    found = known_point(directory, 0)
+    found = point_in(directory, 0)
     if found is None or found.save_id is None:
         return False
     own, lists = Point(0, save_id, None), list[Sequence[Job]]()
-    with contextlib.suppress(OSError, DataStatesError):
+    with contextlib.suppress(DataStatesError):
         lists.append(jobs_in(directory.parent))
     return found.follows(own) or History(lists, [found]).comes_later(found, own)
 
