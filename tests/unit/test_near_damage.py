@@ -166,18 +166,35 @@ def test_what_a_drain_removes_while_ls_looks_hides_nothing_else(
 # -- the drain ---------------------------------------------------------------------------------------------
 
 
-def test_saves_are_evicted_while_one_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes, gate, copy = Nodes(tmp_path, drain_every=3), threading.Event(), Copier.copy
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds all copies until it is set."""
+    gate, copy = threading.Event(), Copier.copy
 
     def slow(*arguments: object, **named: object) -> None:
         gate.wait()
         copy(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Copier, "copy", slow)
+    return gate
+
+
+def test_saves_are_evicted_while_one_is_copied(tmp_path: Path, gate: threading.Event) -> None:
+    nodes = Nodes(tmp_path, drain_every=3)
     for iteration in (1, 2, 3, 4, 5):
         nodes.save(iteration)
     expected = ["iter_0000003", "iter_0000005"]
     eventually(lambda: nodes.kept(0) == nodes.kept(1) == expected)
+    gate.set()
+    nodes.close()
+    nodes.check(3)
+
+
+def test_a_failed_second_save_is_put_right_while_one_is_copied(tmp_path: Path, gate: threading.Event) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "sync directory of manifest:2:EIO"})
+    first = nodes.save(3).save.context.save_id
+    assert nodes.save(3).outcome is Outcome.FAILED
+    eventually(lambda: [published_in(nodes.near(node, 3)) for node in (0, 1)] == [first, first])
     gate.set()
     nodes.close()
     nodes.check(3)

@@ -28,7 +28,7 @@ from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
-from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run, remove_saves
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, remove_saves
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
@@ -356,14 +356,6 @@ def test_a_save_whose_near_files_were_removed_is_not_published(
     failed = nodes.save(1)
     assert failed.outcome is Outcome.FAILED and "data-00001-" in (failed.error or "")
     abandon(nodes)
-
-
-def test_the_near_tier_has_a_tracker(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path)
-    nodes.save(1)
-    nodes.save(2)
-    nodes.close()
-    assert (near_run(nodes.roots[0], nodes.run) / TRACKER_NAME).read_text() == "2"
 
 
 def test_megatron_writes_no_tracker_where_it_could_fail(

@@ -28,7 +28,6 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
@@ -75,7 +74,7 @@ class Drain:
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
         # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
-        self._tracked: NearSave | None = None  # which the near tier's tracker names
+        self._may_evict = False  # something has changed since room was made
         self._notes = JobNotes()
         self._room = Room(options.near_keep)
         self._thread: BackgroundThread | None = None
@@ -94,7 +93,7 @@ class Drain:
             if save.is_drained:
                 self._to_copy.append(save)
             self._given_up = 0.0  # this one is worth a wait
-            self._changed.notify_all()
+            self._note_change()
         self._start(f"{save.name} stays")
 
     def note_job(
@@ -129,13 +128,17 @@ class Drain:
         """Takes note that a save of this job is far without ever having been near."""
         with self._changed:
             self._room.note_far()
-            self._changed.notify_all()
+            self._note_change()
 
     def note_failed(self, near: Path, save_id: SaveId, replaced: bytes) -> None:
         """Takes note of a failed save; as Room.note_failed."""
         with self._changed:
             self._room.note_failed(near, save_id, replaced)
-            self._changed.notify_all()
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._may_evict = True
+        self._changed.notify_all()
 
     def close(self, *, abandon: bool) -> None:
         """Waits until the newest save, and all that were to be drained, are far; or gives them up.
@@ -211,7 +214,6 @@ class Drain:
                 if self._abandoned or (self._closing and self._is_done()):
                     return
             try:
-                self._track()
                 self._evict()  # before a copy, which may take long
                 if save is not None:
                     self._copy_or_pause(save)
@@ -291,13 +293,11 @@ class Drain:
                 started.append(thread)
         if not started:
             work()
-        newest = self._kept[-1:]
         for thread in started:
             while not thread.join(_LOOK_SECONDS):  # no other save waits for this copy, which may take long
                 self._write_new_notes()
                 self._publish_what_is_complete()
-                if self._kept[-1:] != newest:
-                    newest = self._kept[-1:]
+                if self._may_evict:
                     self._evict()
         if errors:
             raise errors[0]
@@ -344,6 +344,7 @@ class Drain:
                     one.far,
                     save.name,
                 )
+            self._may_evict = True
             if not save.is_superseded:
                 self._room.note_far()
                 self._report(save.report())
@@ -386,21 +387,10 @@ class Drain:
             save.publisher.publish()
             save.published(save.save_id)
 
-    def _track(self) -> None:
-        """Writes the tracker of rank 0's near tier, which is for people: loads look at manifests."""
-        newest = self._kept[-1] if self._kept else None
-        if newest is self._tracked or newest is None or newest.near is None or newest.publisher is None:
-            return
-        self._tracked = newest
-        iteration = iteration_in_name(newest.far.name)
-        if iteration is not None:
-            with contextlib.suppress(OSError):
-                tracker = newest.near.parent / TRACKER_NAME
-                write_whole(tracker, str(iteration).encode(), self._faults, newest.save_id)
-
     def _evict(self) -> None:
         """Makes room in the near tier. A save that is evicted is near no more."""
         with self._changed:
+            self._may_evict = False
             busy = [*self._to_copy, *self._to_publish]
         gone = self._room.make(self._kept, lambda save: save in busy, self._drain_now)
         with self._changed:

@@ -2,7 +2,7 @@
 
     NEAR/                                     --datastates-near
       gpt-5f0c6e19a2b3c4d5/                   one run: the name and a hash of the path of its directory
-        latest_checkpointed_iteration.txt     what the node of rank 0 has published last
+        datastates.jobs                       which jobs have saved the run (pipeline/runs/jobs.py)
         iter_0000100/                         the node's data files, copies of other nodes' (replicas.py),
                                               manifest, index, metadata.json, and nodes.json: whose they are
 
