@@ -15,7 +15,7 @@ import pytest
 
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near import serving
-from megatron_datastates.pipeline.near.serving import MOST_CONNECTIONS, Server, download
+from megatron_datastates.pipeline.near.serving import Server, download, own_address
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.test_near_tier import Nodes, killed, recover
 
@@ -77,20 +77,53 @@ def test_a_link_that_moves_a_little_is_given_up(
         list(download(server.endpoint, save_id, save_id.data_file_name(0), 9000, memoryview(bytearray(9000))))
 
 
-def test_strangers_take_few_threads_and_the_next_one_is_served(served: tuple[Server, SaveId]) -> None:
+def test_files_are_served_in_the_masters_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.99")
+    try:
+        address = own_address()
+    except OSError:
+        pytest.skip("there is no network")
+    server = Server()
+    assert server._http.server_address == (str(address), server.endpoint.port)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", server.endpoint.port), 20)
+    socket.create_connection((server.endpoint.host, server.endpoint.port), 20).close()
+    server.close()
+
+
+def test_connections_without_the_key_are_few_and_hinder_nobody(
+    served: tuple[Server, SaveId], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MOST_STRANGERS", 4)
     server, save_id = served
     name, buffer = save_id.data_file_name(0), memoryview(bytearray(9000))
     address = ("127.0.0.1", server.endpoint.port)
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(MOST_CONNECTIONS)]
-        one_more = stack.enter_context(socket.create_connection(address))
-        one_more.settimeout(20)
-        assert one_more.recv(1) == b"", "closed at once"
-        assert len(idle) == MOST_CONNECTIONS
-    for attempt in range(100):
-        try:
-            assert list(download(server.endpoint, save_id, name, 9000, buffer)) == [9000]
-            break
-        except OSError:
-            assert attempt < 99
-            time.sleep(0.05)
+        idle = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(5)]
+        assert idle[0].recv(1) == b"", "the oldest is closed"
+        assert list(download(server.endpoint, save_id, name, 9000, buffer)) == [9000]
+        assert idle[1].recv(1) == b"", "and so is the next one"
+        for one in idle[2:]:
+            one.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert one.recv(12) == b"HTTP/1.1 403"
+
+
+def test_strangers_do_not_end_what_is_being_sent(
+    served: tuple[Server, SaveId], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MOST_STRANGERS", 2)
+    server, save_id = served
+    sent = socket.socket.sendfile
+    strangers: list[socket.socket] = []
+
+    def slow(self: socket.socket, file: BinaryIO, offset: int = 0, count: Any = None) -> int:
+        for _ in range(3):  # the last of which has closed the first one, so all have been taken
+            strangers.append(socket.create_connection(("127.0.0.1", server.endpoint.port), 20))
+        assert strangers[0].recv(1) == b""
+        return sent(self, file, offset, count)
+
+    monkeypatch.setattr(socket.socket, "sendfile", slow)
+    pieces = download(server.endpoint, save_id, save_id.data_file_name(0), 9000, memoryview(bytearray(9000)))
+    assert list(pieces) == [9000]
+    for one in strangers:
+        one.close()

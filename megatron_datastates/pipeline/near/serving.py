@@ -31,9 +31,10 @@ from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.values import SaveId, is_data_file_name
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 TIMEOUT_SECONDS = 30.0  # without a byte, on both sides
 RATE_SECONDS, LEAST_BYTES = 60.0, 16 * MIB  # a link that moves less in this time does not count as working
-MOST_CONNECTIONS = 32  # at a time; each has a thread, and whoever reaches the port can open some
+MOST_STRANGERS = 32  # connections at a time that have not shown the key; each has a thread
 _ENDPOINT = struct.Struct("<16sH16s")
 _KEY_BYTES = 16
 _STRIDE_BYTES = 64 * MIB  # after which the page cache lets go of what was sent
@@ -73,7 +74,7 @@ def _master() -> str:
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
-def own_address() -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def own_address() -> Address:
     """Returns this node's address in the network that the job's master is in. Raises OSError."""
     for family, kind, protocol, _, address in socket.getaddrinfo(
         _master(), _ANY_PORT, type=socket.SOCK_DGRAM
@@ -99,7 +100,7 @@ class Server:
         self._folders: dict[str, Path] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        self._http = _HttpServer(address.version, self._key, self._open)
+        self._http = _HttpServer(address, self._key, self._open)
         self.endpoint = Endpoint(mapped.packed, self._http.server_address[1], self._key)
         BackgroundThread(self._serve).start()
 
@@ -144,31 +145,40 @@ class _HttpServer(socketserver.ThreadingTCPServer):
     daemon_threads, block_on_close = True, False
     request_queue_size = 64
 
-    def __init__(self, ip_version: int, key: bytes, open_file: Any) -> None:
-        self.address_family = socket.AF_INET if ip_version == 4 else socket.AF_INET6
+    def __init__(self, address: Address, key: bytes, open_file: Any) -> None:
+        self.address_family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         self.expected = f"Bearer {key.hex()}".encode()
         self.open_file = open_file
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(("", 0), _Handler)
+        self._strangers: dict[Any, None] = {}  # connections that have not shown the key, oldest first
+        self._lock = threading.Lock()
+        # On the master's own node, others connect to the master's address.
+        super().__init__(("" if address.is_loopback else str(address), 0), _Handler)
         native.close_in_forked_child(self.fileno())
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection; closes it if there are too many."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        """Starts a thread for a connection. If too many others say nothing, the oldest one is closed."""
+        with self._lock:
+            self._strangers[request] = None
+            if len(self._strangers) > MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread could be started
-            self._free.release()
             self.shutdown_request(request)
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        self.note_known(request)
+        super().shutdown_request(request)
+
+    def note_known(self, request: Any) -> None:
+        """Takes note that a connection has shown the key, or is over."""
+        with self._lock:
+            self._strangers.pop(request, None)
 
     def server_close(self) -> None:
         native.forget_descriptor(self.fileno())
@@ -188,6 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given, self.server.expected):
             self.send_error(403)
             return
+        self.server.note_known(self.connection)
         file = self.server.open_file(self.path)
         if file is None:
             self.send_error(404)
