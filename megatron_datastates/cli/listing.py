@@ -123,6 +123,8 @@ def _print_near(near: Path, held: Mapping[int, Holding], looks: list[Look]) -> N
 
 def _holding_text(holding: Holding) -> str:
     text = f"{holding.files} data file{'' if holding.files == 1 else 's'}"
+    if not holding.has_manifest:
+        text += ", and a manifest that cannot be read"
     if holding.copies:
         copies = ", ".join(f"{count} of {name}" for name, count in holding.copies.items())
         text += f", with copies: {copies}"

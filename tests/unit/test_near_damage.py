@@ -14,6 +14,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near import copying, places
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
@@ -21,6 +22,7 @@ from megatron_datastates.pipeline.near.places import manifest_in, near_iteration
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit import ranks_in_turn
+from tests.unit.command import run
 from tests.unit.states import data_files
 from tests.unit.test_near_mishaps import eventually
 from tests.unit.test_near_replicas import NEVER_FAR, Cluster
@@ -161,6 +163,16 @@ def test_what_a_drain_removes_while_ls_looks_hides_nothing_else(
 
     monkeypatch.setattr(places, "is_published", and_then_it_goes)
     assert list(near_iterations(near_run(nodes.roots[0], nodes.run))) == [1, 3]
+
+
+def test_ls_says_that_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    (nodes.near(0, 3) / MANIFEST_NAME).write_bytes(b"garbage")
+    shutil.copytree(nodes.near(0, 3), nodes.near(0, 4), ignore=shutil.ignore_patterns("data-*"))
+    code, text, _ = run("ls", str(nodes.run), "--near", str(nodes.roots[0]))
+    assert code == 0
+    assert "iteration 3: 2 data files, and a manifest that cannot be read" in text
+    assert "iteration 4: 0 data files, and a manifest that cannot be read" in text
 
 
 # -- the drain ---------------------------------------------------------------------------------------------

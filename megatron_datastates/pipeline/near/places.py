@@ -188,6 +188,7 @@ class Holding:
     copies: dict[str, int]  # those of them that are copies, by the name of the node that wrote them
     own: str  # this node's name, as of the save; empty if that is not known
     elsewhere: list[str]  # the names of the other nodes that wrote files of it near
+    has_manifest: bool = True  # one that can be read
 
 
 def near_iterations(run: Path) -> dict[int, Holding]:
@@ -207,7 +208,7 @@ def _holding(folder: Path) -> Holding:
     names = set(filter(is_data_file_name, os.listdir(folder)))
     nodes, manifest = nodes_in(folder), manifest_in(folder)
     if nodes is None or manifest is None:
-        return Holding(len(names), {}, "", [])
+        return Holding(len(names), {}, "", [], manifest is not None)
     ranks = [file.rank for file in manifest.files if file.name in names]  # without left-overs of other saves
     others = [node for n, node in enumerate(nodes.nodes) if n != nodes.own]
     copies = Counter(node.name for node in others for rank in ranks if rank in node.ranks)
