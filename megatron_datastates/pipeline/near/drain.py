@@ -223,7 +223,8 @@ class Drain:
                 logger.exception("unexpected error in the drain, which continues; please report it")
                 time.sleep(_LOOK_SECONDS)
             with self._changed:
-                if not (self._to_copy or self._notes.has_new or (self._closing and self._is_done())):
+                has_work = bool(self._to_copy) or self._may_evict or self._notes.has_new
+                if not (has_work or (self._closing and self._is_done())):
                     self._changed.wait(self._look_seconds())
 
     def _look_seconds(self) -> float | None:
@@ -266,6 +267,7 @@ class Drain:
             return
         with self._changed:
             self._to_copy.remove(save)
+            self._may_evict = True  # earlier ones may have become far meanwhile
             save.attempts = 0
             if save.publisher is not None:
                 self._to_publish.append(save)
@@ -297,8 +299,7 @@ class Drain:
             while not thread.join(_LOOK_SECONDS):  # no other save waits for this copy, which may take long
                 self._write_new_notes()
                 self._publish_what_is_complete()
-                if self._may_evict:
-                    self._evict()
+                self._evict()
         if errors:
             raise errors[0]
         save.copied_seconds = time.monotonic() - begin
@@ -388,8 +389,11 @@ class Drain:
             save.published(save.save_id)
 
     def _evict(self) -> None:
-        """Makes room in the near tier. A save that is evicted is near no more."""
+        """Makes room in the near tier, if something has changed. A save that is evicted is near no more."""
         with self._changed:
+            # At the end, a node waits for what rank 0 publishes, and nothing says when it does.
+            if not (self._may_evict or (self._closing and not self._to_copy)):
+                return
             self._may_evict = False
             busy = [*self._to_copy, *self._to_publish]
         gone = self._room.make(self._kept, lambda save: save in busy, self._drain_now)

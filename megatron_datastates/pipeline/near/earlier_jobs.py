@@ -7,7 +7,6 @@ there, but for those that --save has, too.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.runs import is_published
 
 _Folder = tuple[Path, set[SaveId]]  # and whose files are in it
-_SECONDS = 5.0  # between two looks, which read manifests, if there is no other save meanwhile
 
 
 class EarlierJobs:
@@ -27,7 +25,6 @@ class EarlierJobs:
     def __init__(self) -> None:
         self.is_far = False  # some save of this job. Threads set it, and never take it back
         self._earlier: frozenset[int] | None = None  # run ids of these jobs
-        self._looked_at: tuple[SaveId | None, float] = (None, 0.0)  # the newest save then, and when
 
     def begin(self, run: Path, own_run_id: int) -> None:
         """Notes which jobs have files in a run's folder in the near tier, once this one has, too."""
@@ -35,25 +32,20 @@ class EarlierJobs:
             self._earlier = run_ids_in(run) - {own_run_id}
 
     def removable(
-        self, near: Path, far: Path, newest: SaveId, spare: Callable[[int], int], look: Callable[[], bool]
+        self, near: Path, far: Path, spare: Callable[[int], int], look: Callable[[], bool]
     ) -> list[_Folder]:
         """Returns the folders in which everything may go now, with the saves whose files these are.
 
         Args:
             near, far: the run's folder in the near tier, and its directory.
-            newest: save of this job.
             spare: returns how many of that many published checkpoints need not stay.
             look: returns whether a save of this job is far.
         """
         published, others = self._found(near)
         if not published and not others:
             return []
-        if not self.is_far:
-            if newest == self._looked_at[0] and time.monotonic() < self._looked_at[1] + _SECONDS:
-                return []
-            self._looked_at = newest, time.monotonic()
-            if look():
-                self.is_far = True
+        if not self.is_far and look():
+            self.is_far = True
         count = spare(len(published))
         # Of what has no manifest here, another node may have it.
         return [

@@ -98,7 +98,6 @@ class Room:
             for folder, save_ids in self._earlier_jobs.removable(
                 newest.near.parent,
                 newest.far.parent,
-                newest.save_id,
                 lambda published: max(published + count, 0),
                 lambda: any(save.is_far for save in kept),
             ):
