@@ -21,6 +21,7 @@ from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import history
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
+from megatron_datastates.pipeline.runs.jobs import note_job
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
 from tests.unit.states import data_files
 from tests.unit.test_near_mishaps import eventually, restart
@@ -186,6 +187,21 @@ def test_a_late_drain_does_not_undo_a_rollback(
     old.close()
     new.close()
     assert tracked(new) == 60
+    assert Cluster(monkeypatch, old.roots).recover(old.run)[0] is None
+
+
+def test_a_note_that_is_late_brings_nothing_back_that_the_next_job_went_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = with_tracker(Nodes(tmp_path, near_keep=2, drain_every=2))
+    first = old.save(50).save.context.save_id  # stays near
+    saved_before(old, 60)
+    new = with_tracker(next_job(tmp_path, near_keep=3))
+    new.save(70, origin_in(new.directory(60), 60))
+    new.close()
+    abandon(old)
+    assert tracked(new) == 70 and old.kept(0) == ["iter_0000050", "iter_0000060", "iter_0000070"]
+    note_job(old.run, first, 0)
     assert Cluster(monkeypatch, old.roots).recover(old.run)[0] is None
 
 

@@ -59,9 +59,11 @@ class Choice:
                 name = "release" if self._far.tracked is None else self._far.tracked
                 return f"the tracker was set back to {name} after it had named {back.iteration}"
             return None
-        if tracked is not None and self._history.comes_later(point, tracked):
+        if tracked is None or tracked.follows(point):  # whatever a list says that was written late
+            return ""
+        if self._history.comes_later(point, tracked):
             return None
-        if tracked is None or not is_newer or tracked.follows(point):
+        if not is_newer:
             return ""
         return f"it does not follow iteration {tracked.iteration}, which the tracker in {self._run} names"
 
