@@ -3,6 +3,7 @@
 Each of the two ranks stands for a node: its near tier is a directory of its own.
 """
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.exchange import exchange
+from tests.support.ranks import Job
 from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining
 
 SLOW = ["--datastates-drain-limit", "1KiB"]  # the first checkpoint becomes far, no other
@@ -31,14 +33,15 @@ class Nodes:
             *("--datastates-near", f"{self.root}-$RANK", *more),
         ]
 
-    def tracked_near(self) -> int:
-        return max(
-            (int(path.read_text() or 0) for path in self.root.parent.glob(f"near-0/*/{TRACKER}")), default=0
-        )
-
     def near(self, node: int) -> Checkpoints:
         (run,) = Path(f"{self.root}-{node}").iterdir()
         return Checkpoints(run)
+
+
+def published(job: Job) -> int:
+    """Returns the newest iteration that a job has published near, by Megatron's line."""
+    found = re.findall(r"successfully saved checkpoint from iteration +([0-9]+)", job.log())
+    return max(map(int, found), default=0)
 
 
 def test_saves_are_drained_and_resumed_from(
@@ -63,7 +66,7 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
 ) -> None:
     nodes = Nodes(tmp_path)
     killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
-    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     assert nodes.far.published() == [2] and nodes.far.tracked() == 2
     newest = newest_whole(nodes)
@@ -84,7 +87,7 @@ def test_a_killed_run_resumes_from_its_near_tiers_in_another_layout(
 ) -> None:
     nodes, plain = Nodes(tmp_path), Checkpoints(tmp_path / "plain")
     killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
-    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     newest = newest_whole(nodes)
 
@@ -115,8 +118,8 @@ def test_saves_go_on_near_while_save_is_gone(
     gone = tmp_path / "gone"
     gone.write_text("not a directory")
     exchange(nodes.far.root, gone)
-    reached = nodes.tracked_near()
-    running.job.wait_until(lambda: nodes.tracked_near() >= reached + 4, 60)
+    reached = published(running.job)
+    running.job.wait_until(lambda: published(running.job) >= reached + 4, 60)
     exchange(nodes.far.root, gone)
     ended = running.finish(120)
 
@@ -144,7 +147,7 @@ def test_a_lost_node_costs_what_is_not_far(
 ) -> None:
     nodes = Nodes(tmp_path)
     killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
-    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     shutil.rmtree(f"{nodes.root}-1")
 
@@ -163,7 +166,7 @@ def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
     nodes = Nodes(tmp_path)
     how = nodes.arguments("--datastates-near-replicas", "1", steps=12)
     killed = pretraining.start(*how, *SLOW, "--step-delay-ms", "300")
-    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     newest = newest_whole(nodes, (1 - lost,))
     assert newest >= 4 and nodes.far.published() == [2]
@@ -190,9 +193,9 @@ def test_two_nodes_are_replaced_one_after_the_other(
         if replaced is not None:
             shutil.rmtree(f"{nodes.root}-{replaced}")  # the node in its place has nothing
         running = pretraining.start(*how, *NEVER)
-        running.job.wait_until(lambda before=reached: nodes.tracked_near() >= before + 2, 60)
+        running.job.wait_until(lambda job=running.job, before=reached: published(job) >= before + 2, 60)
         running.job.kill()
-        reached = nodes.tracked_near()
+        reached = published(running.job)
         for node in (0, 1):
             assert newest_whole(nodes, (node,)) >= reached, "copies are made again"
     newest = newest_whole(nodes)
@@ -209,7 +212,7 @@ def test_a_job_resumes_on_its_nodes_in_another_order_and_with_one_that_comes_bac
     nodes = Nodes(tmp_path)
     how = nodes.arguments("--step-delay-ms", "300", steps=12)
     killed = pretraining.start(*how, *NEVER)
-    killed.job.wait_until(lambda: nodes.tracked_near() >= 4, 60)
+    killed.job.wait_until(lambda: published(killed.job) >= 4, 60)
     killed.job.kill()
     newest = newest_whole(nodes)
     away = tmp_path / "away"

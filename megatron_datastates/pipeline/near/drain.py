@@ -262,8 +262,7 @@ class Drain:
                 with self._changed:
                     self._to_copy.remove(save)
                 return
-            with self._changed:
-                self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
+            self._rest(save.attempts)
             return
         with self._changed:
             self._to_copy.remove(save)
@@ -371,8 +370,13 @@ class Drain:
     def _pause(self, save: NearSave, error: Exception) -> None:
         logger.error("%s is not published in %s yet: %s", save.name, save.far, error)
         save.attempts += 1
+        self._rest(save.attempts)
+
+    def _rest(self, attempts: int) -> None:
+        """Waits before the next attempt, unless there is something else to do."""
         with self._changed:
-            self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
+            if not self._may_evict:
+                self._changed.wait(_PAUSES[min(attempts, len(_PAUSES)) - 1])
 
     def _publish(self, save: NearSave) -> None:
         """Publishes a save, and makes the tracker name it, unless a later save is there by now."""
