@@ -141,8 +141,6 @@ def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Si
 
 def _copy_others(plan: Plan) -> None:
     """Copies the other files and directories of the source, durably."""
-    for name in plan.source.other_files:
-        plan.source.check_other(name)
     for name in _other_names(plan.source):
         source, copy = plan.source.other_path(name), plan.work_directory / name
         if source.is_dir():

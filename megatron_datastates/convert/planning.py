@@ -67,6 +67,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         StorageError: the target exists, lies inside the source or has too little space, a file of the source
             is missing or truncated, or one of its directories is a symbolic link.
         FormatError: the source is damaged.
+        CorruptDataError: one of its other files, such as common.pt, is not the one that was saved.
     """
     format = format or default_format(source.format, target)
     if format not in FORMATS:
@@ -89,7 +90,10 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     _refuse_streams(source, format)
     _refuse_endless_links(source)
     _require_coverage(source)
+    source.note_files()
     source.require_files()
+    for name in source.other_files:
+        source.check_other(name)
     files = source.stored_by_rank()
     if ranks:
         files = _distribute(source, files, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -73,6 +74,32 @@ def test_a_checkpoint_of_torch_dist_that_is_saved_again_meanwhile_is_not_exporte
     with pytest.raises(StorageError, match="has changed since it was opened: a save into the directory"):
         export(source, tmp_path / "out", choose_weights(source), progress=save_again)
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_a_save_that_has_written_only_data_files_is_not_exported(tmp_path):
+    for name, value in (("ck", 1.0), ("new", 2.0)):
+        state = {key: torch.full((3,), value) for key in "ab"}
+        save_with_dcp(tmp_path / name, state, single_file_per_rank=False)
+    source, order = open_source(tmp_path / "ck"), []
+
+    def read(key, *box):
+        if order:  # the file of the other tensor was not open before
+            shutil.copy(tmp_path / "new" / source.place(key, [0])[0], tmp_path / "ck")
+        order.append(source.place(key, [0])[0])
+        return source.read_tensor(key, *box)
+
+    with pytest.raises(StorageError, match=r"distcp has changed since it was opened"):
+        export(source, tmp_path / "out", choose_weights(source), read=read)
+    assert len(set(order)) == 2
+
+
+def test_what_is_whole_of_a_damaged_checkpoint_can_be_exported(tmp_path):
+    state = {key: torch.ones(3) for key in ("a", "optimizer.state.exp_avg.a")}
+    save_with_dcp(tmp_path / "ck", state, single_file_per_rank=False)
+    source = open_source(tmp_path / "ck")
+    (tmp_path / "ck" / source.place("optimizer.state.exp_avg.a", [0])[0]).unlink()
+    export(source, tmp_path / "out", choose_weights(source))
+    assert loaded(tmp_path / "out").keys() == {"a"}
 
 
 def test_weights_are_exported_per_layer_without_the_optimizer(checkpoint, tmp_path):

@@ -459,23 +459,64 @@ def test_verify_finds_what_has_changed_in_a_source_since_it_was_written(
     assert sorted(os.listdir(tmp_path)) == ["good", "source"]
 
 
+def before_others_are_copied(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    """Calls `change` once the tensors were read."""
+    copy_others = job._copy_others
+
+    def changed(plan: Plan) -> None:
+        change()
+        copy_others(plan)
+
+    monkeypatch.setattr(job, "_copy_others", changed)
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
 @pytest.mark.parametrize("changed", [".metadata", "__0_0.distcp", "common.pt"])
 def test_a_source_that_is_saved_again_meanwhile_gives_no_mixture(
-    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: str, is_linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
     (tmp_path / "source" / "common.pt").write_bytes(b"common")
-    copy_others = job._copy_others
-
-    def save_again(plan: Plan) -> None:  # its tensors were read
-        path = tmp_path / "source" / changed
-        path.write_bytes(path.read_bytes())
-        copy_others(plan)
-
-    monkeypatch.setattr(job, "_copy_others", save_again)
+    path = tmp_path / "source" / changed
+    if is_linked:
+        path.rename(tmp_path / "behind")
+        path.symlink_to(tmp_path / "behind")
+    before_others_are_copied(monkeypatch, lambda: path.write_bytes(path.read_bytes()))
     with pytest.raises(StorageError, match=f"{changed} has changed since it was opened: a save into"):
         convert_to(tmp_path / "source", tmp_path / "target")
-    assert os.listdir(tmp_path) == ["source"]
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_common_pt_of_ours_that_is_saved_again_meanwhile_gives_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "stock", {"a": torch.ones(3)})
+    path = tmp_path / "source" / "common.pt"
+    torch.save({"iteration": 5}, tmp_path / "stock" / "common.pt")
+    convert_to(tmp_path / "stock", tmp_path / "source")
+    before_others_are_copied(monkeypatch, lambda: torch.save({"iteration": 6}, path))
+    with pytest.raises(StorageError, match=r"common\.pt has changed since it was opened"):
+        convert_to(tmp_path / "source", tmp_path / "target")
+
+
+def test_what_no_save_has_written_may_change_while_a_source_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    save_with_dcp(source, {"a": torch.ones(3)})
+    for name in (".nfs000001", "convert.log"):
+        (source / name).write_bytes(b"x")
+
+    def change() -> None:
+        (source / ".nfs000001").unlink()  # as NFS does once nobody has the file open
+        (source / "convert.log").write_bytes(b"x, and more")
+        for path in list(source.iterdir()):  # a mount that numbers its files anew
+            (tmp_path / "copy").write_bytes(path.read_bytes())
+            shutil.copystat(path, tmp_path / "copy")
+            (tmp_path / "copy").rename(path)
+
+    before_others_are_copied(monkeypatch, change)
+    assert convert_to(source, tmp_path / "target").read_tensor("a").tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
@@ -484,8 +525,9 @@ def test_a_damaged_file_of_others_is_not_copied_as_if_it_were_whole(format: str,
     torch.save({"iteration": 5, "rate": 0.5}, tmp_path / "stock" / "common.pt")
     convert_to(tmp_path / "stock", tmp_path / "source")
     torch.save({"iteration": 5, "rate": 0.25}, tmp_path / "source" / "common.pt")
+    source = open_source(tmp_path / "source")
     with pytest.raises(CorruptDataError, match=r"source/common\.pt is not the file that was saved"):
-        convert_to(tmp_path / "source", tmp_path / "target", format=format, verify=True)
+        plan_conversion(source, tmp_path / "target", format=format)  # before anything is copied
     assert sorted(os.listdir(tmp_path)) == ["source", "stock"]
 
 

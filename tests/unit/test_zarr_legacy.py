@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_datastates import zarr_view
+from megatron_datastates.convert import job
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.source import FragmentRange
 from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
@@ -27,6 +28,7 @@ from megatron_datastates.errors import (
     UnsupportedFormatError,
 )
 from tests.unit.command import run
+from tests.unit.converting import convert_to
 from tests.unit.legacy_zarr import write_array, write_checkpoint
 from tests.unit.states import bits, random_tensor
 
@@ -160,6 +162,21 @@ def test_a_legacy_checkpoint_is_converted_bit_by_bit(legacy, tmp_path):
     assert (target / "common.pt").read_bytes() == (legacy / "common.pt").read_bytes()
     assert [path.name for path in target.iterdir() if path.is_dir()] == ["modelopt_state"]
     assert run("verify", target)[0] == 0 and run("diff", legacy, target)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "changed", [f"{FC1}/0.1.0", "norm/.zarray", "rng_state/shard_0.0_2.1.pt", "common.pt"]
+)
+def test_a_checkpoint_that_is_saved_again_meanwhile_is_not_converted(changed, legacy, tmp_path, monkeypatch):
+    sink = job._sink
+
+    def save_again(*arguments):  # after planning
+        (legacy / changed).write_bytes((legacy / changed).read_bytes())
+        return sink(*arguments)
+
+    monkeypatch.setattr(job, "_sink", save_again)
+    with pytest.raises(StorageError, match=f"{changed} has changed since it was opened"):
+        convert_to(legacy, tmp_path / "target")
 
 
 def test_a_legacy_checkpoint_is_exported_and_viewed(legacy, tmp_path):

@@ -164,6 +164,7 @@ def export(
     names = names if len(names) > 1 else ["model.safetensors"]
     total = sum(weight.bytes for weight in weights)
     refuse_target(target, total, makes_parents=True)
+    source.note_files()  # not require_files: a damaged checkpoint's whole files can be exported
     with publish_on_exit(target, makes_parents=True) as directory:
         directory.mkdir()
         for name, shard in zip(names, shards, strict=True):

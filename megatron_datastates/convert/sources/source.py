@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.errors import MissingKeyError, StorageError
 from megatron_datastates.files import folders_in
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline.runs.runs import metadata_members
@@ -68,6 +68,7 @@ class Source(ABC):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._noted: dict[Path, tuple[int, float] | None] = {}  # bytes, time of the last change
 
     @property
     @abstractmethod
@@ -180,12 +181,31 @@ class Source(ABC):
             StorageError, FormatError: a file is missing or truncated.
         """
 
-    def require_unchanged(self) -> None:  # noqa: B027 - not each has something to check
-        """Checks, once all was read, that all was of one save.
+    def note_files(self) -> None:
+        """Notes, before any data is read, what shows `require_unchanged` a later save. Raises OSError."""
+        for path in self._reused_files():
+            self._note(path)
+
+    def _reused_files(self) -> Iterable[Path]:
+        """Returns the checkpoint's own files to which another save would write under the same names."""
+        return [self.other_path(name) for name in self.other_files]
+
+    def _note(self, path: Path) -> None:
+        if path not in self._noted:
+            self._noted[path] = _written(path)
+
+    def require_unchanged(self) -> None:
+        """Checks, once all was read, that all was of one save. Raises OSError.
 
         Raises:
-            StorageError: a save has written to files since they were opened.
+            StorageError: a save has written to files since they were noted.
         """
+        for path, noted in self._noted.items():
+            if _written(path) != noted:
+                raise StorageError(
+                    f"{path} has changed since it was opened: a save into the directory is under way, or "
+                    "was. Call again once it has ended"
+                )
 
     def check_other(self, name: str) -> None:  # noqa: B027 - most have nothing to compare with
         """Checks one of the other files. Raises CorruptDataError if it is not the one that was saved."""
@@ -207,6 +227,18 @@ class Source(ABC):
         entry = self.tensors[key]
         offset, shape = entry.offsets[number].tolist(), entry.shapes[number].tolist()
         return Fragment(key, entry.dtype, entry.global_shape, tuple(offset), tuple(shape))
+
+
+def _written(path: Path) -> tuple[int, float] | None:
+    """Returns the bytes and the time of the last change of a file, also behind links; None if it is gone.
+
+    No inode: some mounts number a file anew at any time.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime
 
 
 def fragment_with(entry: StoredBoxes, offset: Sequence[int]) -> int | None:

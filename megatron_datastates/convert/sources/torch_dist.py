@@ -35,8 +35,9 @@ from megatron_datastates.convert.sources.source import (
     fragment_with,
 )
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
-from megatron_datastates.files import Status, names_in, open_regular, size_of, status_of
+from megatron_datastates.files import names_in, open_regular, size_of
 from megatron_datastates.format.directory import (
+    COMMON_FILE,
     METADATA_NAME,
     OPTIMIZER_MAPS_NAME,
     TORCH_DIST_INDEX,
@@ -89,8 +90,7 @@ class TorchDistSource(Source):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         path = directory / TORCH_DIST_INDEX
-        # Of what was opened. A save writes to files of the same names again.
-        self._seen: dict[str, Status | None] = {path.name: status_of(path)}
+        self._note(path)
         metadata = load_metadata(path)
         self._paths, self._version = paths_of(metadata), metadata.version
         self._has_own_planner_data = self._paths is None and metadata.planner_data not in (None, {})
@@ -248,20 +248,10 @@ class TorchDistSource(Source):
                 raise StorageError(
                     f"{self.directory / name} is truncated: it has {size} bytes, expected at least {end}"
                 )
-        for name in self.other_files:
-            self._note(name)
 
-    def _note(self, name: str) -> None:
-        if name not in self._seen:
-            self._seen[name] = status_of(self.directory / name)
-
-    def require_unchanged(self) -> None:
-        for name, seen in self._seen.items():
-            if status_of(self.directory / name) != seen:
-                raise StorageError(
-                    f"{self.directory / name} has changed since it was opened: a save into the directory is "
-                    "under way, or was. Call again once it has ended"
-                )
+    def _reused_files(self) -> Iterable[Path]:
+        names = {record.file for _, _, record in self.records()}
+        return [self.directory / name for name in (TORCH_DIST_INDEX, COMMON_FILE, *sorted(names))]
 
     def stored_by_rank(self) -> list[RankContents]:
         fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
@@ -300,7 +290,6 @@ class TorchDistSource(Source):
 
     def _open(self, name: str) -> BinaryIO:
         try:
-            self._note(name)
             return open_regular(self.directory / name)
         except OSError as error:
             path = self.directory / name

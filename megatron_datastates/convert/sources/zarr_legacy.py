@@ -27,7 +27,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from megatron_datastates.errors import (
     UnsupportedFormatError,
 )
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
-from megatron_datastates.format.directory import is_of_a_format
+from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice
@@ -66,6 +66,7 @@ except ImportError as error:
 _ARRAY_NAME = ".zarray"
 _MOST_CHUNKS_MISSING = 1 << 20  # of an incomplete array whose chunks are listed anyway
 _OBJECT = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt", re.ASCII)
+_OF_ARRAY = re.compile(r"\.zarray|\d+(\.\d+)*", re.ASCII)  # its document and chunks
 # zarr has no bfloat16 and reads it as integers of the same size.
 _BFLOAT16, _BITS = b'"bfloat16"', b'"<u2"'
 
@@ -248,6 +249,13 @@ class LegacyZarrSource(Source):
         for tensor in self._tensors.values():
             for _ in tensor.cells((0,) * len(tensor.global_shape), tensor.global_shape):
                 pass
+
+    def _reused_files(self) -> Iterable[Path]:
+        yield self.directory / COMMON_FILE
+        yield from self._objects.values()
+        for tensor in self._tensors.values():
+            with os.scandir(tensor.path) as entries:
+                yield from (tensor.path / entry.name for entry in entries if _OF_ARRAY.fullmatch(entry.name))
 
     def stored_by_rank(self) -> list[RankContents]:
         """Returns everything as one rank's, because the files do not say which rank wrote what."""
