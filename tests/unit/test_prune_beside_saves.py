@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
+from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
 from megatron_datastates.pipeline.upkeep.prune import _put_back, prune
@@ -209,6 +211,50 @@ def test_a_directory_that_somebody_else_removes_at_the_same_time_is_no_failure(r
     at_point(monkeypatch, point, lambda: shutil.rmtree(place(root, 100)))
     assert [one.number for one in prune(root, RetentionRules(keep_last=3))] == [200]
     assert complete(root) == [300, 400, 500] and not place(root, 100).exists()
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_storage_that_is_lost_is_a_failure_and_no_removal_by_somebody_else(root, monkeypatch, error):
+    lstat, failed = os.lstat, []
+
+    def lose() -> None:
+        monkeypatch.setattr(os, "lstat", lost)
+        raise OSError(error, os.strerror(error), str(place(root, 100)))
+
+    def lost(path, **how):
+        if str(path).startswith(str(root)):
+            raise OSError(error, os.strerror(error), str(path))
+        return lstat(path, **how)
+
+    at_point(monkeypatch, "remove manifest", lose)
+    prune(root, RetentionRules(keep_last=4), fails=lambda one, why: failed.append((one.number, str(why))))
+    assert len(failed) == 1 and failed[0][0] == 100 and "iter_0000100 was not removed: " in failed[0][1]
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty mount point"])
+def test_a_run_whose_mount_is_lost_is_a_failure(root, monkeypatch, left):
+    def lose() -> None:
+        root.rename(root.with_name("elsewhere"))
+        if left != "nothing":
+            root.mkdir()
+
+    at_point(monkeypatch, "remove manifest", lose)
+    with pytest.raises(StorageError, match="iter_0000100 was not removed: .*No such file"):
+        prune(root, RetentionRules(keep_last=4))
+
+
+def test_what_a_save_begins_to_write_to_after_the_plan_is_reported_with_the_reason(root, monkeypatch):
+    decide, plans, reported = pruning.plan_prune, [], {}
+
+    def begun_after_the_first(*arguments):
+        if len(plans) == 1:
+            put(root, 100, LIVE.data_file_name(3), 5)
+        plans.append(decide(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(pruning, "plan_prune", begun_after_the_first)
+    prune(root, RetentionRules(keep_last=4), stays=lambda one, why: reported.update({one.number: why}))
+    assert reported.keys() == {100} and "a save into it may be under way" in reported[100]
 
 
 def test_a_save_that_lost_its_files_to_prune_does_not_publish(root, monkeypatch):

@@ -24,6 +24,7 @@ Object stores: the same rules, for checkpoints of ours; the protocol is prune_ob
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.upkeep.retention import (
     NO_OTHERS,
     OtherFormats,
+    PrunePlan,
     RetentionRules,
     plan_prune,
 )
@@ -58,8 +60,8 @@ def prune(
 ) -> list[Iteration]:
     """Removes the checkpoints that `plan_prune` returns; reports each to `progress`; returns those gone.
 
-    What a save began to write to since the plan was made is reported to `stays`, with the reason; what cannot
-    be removed to `fails`, and the next one is tried.
+    What is to be kept since the plan was made, because a save has begun to write to it, for example, is
+    reported to `stays`, with the reason; what cannot be removed to `fails`, and the next one is tried.
 
     Raises:
         StorageError: something cannot be removed, and there is no `fails`. What was removed before stays so.
@@ -74,11 +76,13 @@ def prune(
                 why = ObjectRemoval(one, points).run(rules.min_age_seconds)
             else:
                 removal = _Removal(one.path, index_name, points)
-                if one not in plan_prune(root, rules, others, (one, plan)).removed:
+                again = plan_prune(root, rules, others, (one, plan))
+                if one in again.removed:
+                    why = removal.run()
+                elif (why := _why_kept(one, again)) is None:
                     continue
-                why = removal.run()
         except OSError as error:
-            if not is_object(one.path) and not os.path.lexists(one.path):
+            if not is_object(one.path) and _is_gone(one.path):
                 continue  # another call, or the training, has removed it meanwhile
             failure = StorageError(f"{one.path} was not removed: {error}. {_state(one.path / index_name)}")
             if fails is None:
@@ -91,6 +95,25 @@ def prune(
         gone.append(one)
         progress(one)
     return gone
+
+
+def _why_kept(one: Iteration, again: PrunePlan) -> str | None:
+    """Returns why a second decision does not remove one; None if somebody else has removed it."""
+    reasons = {seen.path: why for seen, why in again.kept}
+    changed = {seen.path: "it has changed since the plan was made" for seen in again.removed}
+    return (reasons | changed).get(one.path)
+
+
+def _is_gone(path: Path) -> bool:
+    """Returns whether somebody has removed a directory; not whether its storage does not answer."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            return bool(os.listdir(path.parent))  # the newest one stays: an empty root is a lost mount
+    except OSError:
+        pass
+    return False
 
 
 def _state(index: Path) -> str:
