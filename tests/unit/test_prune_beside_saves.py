@@ -132,6 +132,26 @@ def test_an_error_while_left_overs_are_removed_says_where(root, point):
     assert complete(root) == NUMBERS
 
 
+@pytest.mark.parametrize("point", ["", "look at left-over", "remove left-over"])
+def test_left_overs_that_somebody_else_removes_first_are_no_failure(root, monkeypatch, point):
+    put(root, 300, DEAD.data_file_name(0), 9000)
+    put(root, 400, DEAD.data_file_name(0), 9000)
+    plan = plan_prune(root, RetentionRules(keep_last=9))
+    if point:
+        at_point(monkeypatch, point, lambda: (place(root, 300) / DEAD.data_file_name(0)).unlink())
+    else:
+        shutil.rmtree(place(root, 300))
+    assert [file.path.parent.name for file in remove_left_overs(plan.left_overs)] == ["iter_0000400"]
+
+
+def test_left_overs_whose_storage_is_lost_are_an_error(root):
+    put(root, 300, DEAD.data_file_name(0), 9000)
+    plan = plan_prune(root, RetentionRules(keep_last=9))
+    root.rename(root.with_name("elsewhere"))
+    with pytest.raises(StorageError, match=r"left-overs were not removed from .*iter_0000300"):
+        remove_left_overs(plan.left_overs)
+
+
 def at_point(monkeypatch, name: str, change) -> None:
     """Calls `change` once, when prune has come to this point."""
     point, left = Faults.point, [change]
@@ -239,7 +259,7 @@ def test_a_run_whose_mount_is_lost_is_a_failure(root, monkeypatch, left):
             root.mkdir()
 
     at_point(monkeypatch, "remove manifest", lose)
-    with pytest.raises(StorageError, match="iter_0000100 was not removed: .*No such file"):
+    with pytest.raises(StorageError, match=r"iter_0000100 was not removed: .*No such file"):
         prune(root, RetentionRules(keep_last=4))
 
 

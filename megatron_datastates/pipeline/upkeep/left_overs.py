@@ -153,10 +153,26 @@ def content_of(path: Path) -> bytes | None:
         return None
 
 
+def is_gone(directory: Path) -> bool:
+    """Returns whether somebody has removed a checkpoint; not whether its storage does not answer."""
+    if is_object(directory):
+        return False
+    try:
+        os.lstat(directory)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            return bool(os.listdir(directory.parent))  # the newest one stays: an empty root is a lost mount
+    except OSError:
+        pass
+    return False
+
+
 def remove_left_overs(
     left_overs: Sequence[UnnamedFile], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
 ) -> list[UnnamedFile]:
-    """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what is gone.
+    """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what it has removed.
+
+    What somebody else removes meanwhile is left out.
 
     Raises:
         StorageError: something cannot be removed. What was removed before stays so.
@@ -177,9 +193,12 @@ def remove_left_overs(
                     points.point("look at left-over")
                     if _may_go(file.path, manifest, min_age_seconds):
                         points.point("remove left-over")
-                        file.path.unlink()
-                        gone.append(file)
+                        with contextlib.suppress(FileNotFoundError):
+                            file.path.unlink()
+                            gone.append(file)
         except OSError as error:
+            if is_gone(directory):
+                continue
             raise StorageError(f"left-overs were not removed from {directory}: {error}") from error
     return gone
 

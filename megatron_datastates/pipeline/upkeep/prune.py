@@ -24,7 +24,6 @@ Object stores: the same rules, for checkpoints of ours; the protocol is prune_ob
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from megatron_datastates.files import Status, is_object, put_back, status_of
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs.runs import Iteration
-from megatron_datastates.pipeline.upkeep.left_overs import content_of
+from megatron_datastates.pipeline.upkeep.left_overs import content_of, is_gone
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.upkeep.retention import (
     NO_OTHERS,
@@ -82,7 +81,7 @@ def prune(
                 elif (why := _why_kept(one, again)) is None:
                     continue
         except OSError as error:
-            if not is_object(one.path) and _is_gone(one.path):
+            if is_gone(one.path):
                 continue  # another call, or the training, has removed it meanwhile
             failure = StorageError(f"{one.path} was not removed: {error}. {_state(one.path / index_name)}")
             if fails is None:
@@ -102,18 +101,6 @@ def _why_kept(one: Iteration, again: PrunePlan) -> str | None:
     reasons = {seen.path: why for seen, why in again.kept}
     changed = {seen.path: "it has changed since the plan was made" for seen in again.removed}
     return (reasons | changed).get(one.path)
-
-
-def _is_gone(path: Path) -> bool:
-    """Returns whether somebody has removed a directory; not whether its storage does not answer."""
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        with contextlib.suppress(OSError):
-            return bool(os.listdir(path.parent))  # the newest one stays: an empty root is a lost mount
-    except OSError:
-        pass
-    return False
 
 
 def _state(index: Path) -> str:
