@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from megatron_datastates.convert.job import convert
@@ -26,7 +26,7 @@ from megatron_datastates.errors import (
     StorageError,
     describe_error,
 )
-from megatron_datastates.files import real_path
+from megatron_datastates.files import path_of, real_path
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, other_checkpoints
 from megatron_datastates.pipeline.runs.runs import is_complete
 
@@ -145,8 +145,13 @@ def convert_run(
             result = _not_converted(one, made, request, **outcome)
         found.append(result)
         finished(result)
-    failed = [Path(one.source).name for one in found if one.failed]
-    return RunConversion(found, *team.on_rank_zero(lambda: copy_tracker(source, target, failed)))
+    return RunConversion(found, *team.on_rank_zero(lambda: copy_tracker(source, target, _not_there(found))))
+
+
+def _not_there(found: Sequence[ConversionResult]) -> list[str]:
+    """Returns the names of those that failed, and that no earlier call has converted."""
+    failed = [path_of(one.target) for one in found if one.failed]
+    return [path.name for path in failed if isinstance(_try_open(path), DataStatesError)]
 
 
 def _not_converted(source: Path, target: Path, request: ConversionRequest, **why: str) -> ConversionResult:

@@ -41,7 +41,8 @@ def copy_tracker(source: Path, target: Path, failed: Collection[str] = ()) -> tu
     """Names in the target's tracker what the source's names, if it was converted.
 
     Args:
-        failed: names of checkpoints that were not converted, although the target may have something there.
+        failed: names of checkpoints that were not converted, now or before, although the target may have
+            something there.
 
     Returns what came of it, and whether the target lacks what the source's tracker names. Raises StorageError
     if that cannot be seen.
@@ -91,7 +92,7 @@ def write_tracker(tracker: Path, text: bytes) -> None:
         try:
             write_synced(temporary, text)
             temporary.rename(tracker)
-        except OSError:
+        except BaseException:  # including an interrupt
             temporary.unlink(missing_ok=True)
             raise
     sync_directory(tracker.parent)

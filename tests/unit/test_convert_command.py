@@ -152,6 +152,27 @@ def test_what_is_damaged_does_not_keep_others_from_being_converted(tmp_path: Pat
     assert os.listdir(tmp_path / "made") == ["iter_0000004"]
 
 
+def test_what_an_earlier_call_has_converted_is_tracked_although_its_source_is_lost(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_with_dcp(tmp_path / "run" / f"iter_{step:07d}", {"a": torch.ones(3)})
+    (tmp_path / "run" / TRACKER).write_text("2")
+    assert run("convert", tmp_path / "run", tmp_path / "made", "--all")[0] == 0
+    (tmp_path / "run" / "iter_0000002" / ".metadata").write_bytes(b"nonsense")
+    code, out, err = run("convert", tmp_path / "run", tmp_path / "made", "--all")
+    assert code == 1 and "iter_0000002: not converted: " in err
+    assert f"{TRACKER} names iter_0000002: pass --load" in out
+
+
+def test_an_interrupt_leaves_no_temporary_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_tracker(tmp_path / TRACKER, b"10")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("there", ["nothing", "a save that was killed", "a file"])
 def test_what_is_in_the_way_of_one_checkpoint_does_not_keep_others_from_being_converted(
     there: str, tmp_path: Path
