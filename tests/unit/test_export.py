@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import resource
 import shutil
 import signal
@@ -94,10 +95,15 @@ def test_a_save_that_has_written_only_data_files_is_not_exported(tmp_path):
 
 
 def test_what_is_whole_of_a_damaged_checkpoint_can_be_exported(tmp_path):
-    state = {key: torch.ones(3) for key in ("a", "optimizer.state.exp_avg.a")}
+    lost, unnamed = "optimizer.state.exp_avg.a", "optimizer.state.exp_avg_sq.a"
+    state = {key: torch.ones(3) for key in ("a", lost, unnamed)}
     save_with_dcp(tmp_path / "ck", state, single_file_per_rank=False)
+    path = tmp_path / "ck" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_data = {at: info for at, info in metadata.storage_data.items() if at.fqn != unnamed}
+    path.write_bytes(pickle.dumps(metadata))
     source = open_source(tmp_path / "ck")
-    (tmp_path / "ck" / source.place("optimizer.state.exp_avg.a", [0])[0]).unlink()
+    (tmp_path / "ck" / source.place(lost, [0])[0]).unlink()
     export(source, tmp_path / "out", choose_weights(source))
     assert loaded(tmp_path / "out").keys() == {"a"}
 

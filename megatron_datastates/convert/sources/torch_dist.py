@@ -250,7 +250,8 @@ class TorchDistSource(Source):
                 )
 
     def _reused_files(self) -> Iterable[Path]:
-        names = {record.file for _, _, record in self.records()}
+        stored = [one for entry in self._tensors.values() for one in entry.records if one is not None]
+        names = {one.file for one in [*stored, *self._objects.values()]}
         return [self.directory / name for name in (TORCH_DIST_INDEX, COMMON_FILE, *sorted(names))]
 
     def stored_by_rank(self) -> list[RankContents]:
