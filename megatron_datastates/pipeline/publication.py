@@ -96,7 +96,7 @@ class Publication:
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
         self.ended_callback: Callable[[], None] = lambda: None
         # Called by rank 0's thread as the last act of publishing in the checkpoint's directory.
-        self.published_callback: Callable[[SaveId], None] = lambda save_id: None
+        self.published_callback: Callable[[SaveId, bool], None] = lambda save_id, is_retried: None
         self.collectives = polls.collectives
         self.layouts = layouts
         self._polls = polls
@@ -432,7 +432,7 @@ class Publication:
         try:
             publisher = self.publisher_for(self._new_small_files())
             publisher.publish()
-            self.published_callback(self.save.context.save_id)
+            self.published_callback(self.save.context.save_id, False)
             self.published_at = time.perf_counter()
         except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = publisher is not None and publisher.is_in_place

@@ -122,7 +122,7 @@ class Saver:
         mode: str = "async",
         extras: PublicationExtras | None = None,
         await_copies: bool = False,
-        far_published: Callable[[SaveId], None] | None = None,
+        far_published: Callable[[SaveId, bool], None] | None = None,
     ) -> Publication:
         """Starts a save of this rank's part of the state into `directory`.
 
@@ -134,8 +134,9 @@ class Saver:
         ranks.
 
         Args:
-            far_published: called on rank 0, on some thread, once the checkpoint is published in `directory`;
-                of a save that it raises an error for, nothing is removed. Allows a near tier, if the options
+            far_published: called on rank 0, on some thread, once the checkpoint is published in `directory`,
+                with whether it is called again if it raises an error (from a near tier). Of a save that it
+                raises an error for, nothing is removed. Allows a near tier, if the options
                 name one; the call then comes after the save is published.
 
         Raises:
@@ -161,7 +162,7 @@ class Saver:
         mode: str,
         extras: PublicationExtras | None,
         await_copies: bool,
-        far_published: Callable[[SaveId], None] | None,
+        far_published: Callable[[SaveId, bool], None] | None,
     ) -> Publication:
         session, options = self.session, self.options
         session.enter_world()
@@ -214,7 +215,7 @@ class Saver:
     def _on_end(
         self,
         publication: Publication,
-        far_published: Callable[[SaveId], None] | None,
+        far_published: Callable[[SaveId, bool], None] | None,
         origin: Origin | None,
     ) -> None:
         if publication.outcome is Outcome.PUBLISHED:

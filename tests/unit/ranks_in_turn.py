@@ -103,7 +103,7 @@ class RanksInTurn:
         """Saves each rank's state and waits for the outcome; returns rank 0's publication."""
         pairs, extras = zip(self.savers, states, strict=True), PublicationExtras(origin=origin)
         publications = [
-            saver.start(directory, state, extras=extras, far_published=self.far.append)
+            saver.start(directory, state, extras=extras, far_published=self.note_far)
             for saver, state in pairs
         ]
         while publications[0].outcome is Outcome.PENDING:
@@ -113,6 +113,9 @@ class RanksInTurn:
         for publication in publications:
             publication.join()
         return publications[0]
+
+    def note_far(self, save_id: SaveId, is_retried: bool) -> None:
+        self.far.append(save_id)
 
     def close(self) -> None:
         for saver in self.savers:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,7 +20,7 @@ from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import published_in
 from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs import history
+from megatron_datastates.pipeline.runs import history, runs
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import note_job
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
@@ -40,11 +41,12 @@ class Far:
         self._tracked: dict[Path, tuple[int, SaveId]] = {}
         self.were_alone: list[bool] = []
 
-    def append(self, save_id: SaveId) -> None:
+    def __call__(self, save_id: SaveId, is_retried: bool) -> None:
         iteration = self._iteration_of(save_id)
         before, training_near._tracked = training_near._tracked, self._tracked
         try:
-            training_near._track(self._nodes.run, iteration, save_id, self._interval, save_id.ordinal)
+            number = save_id.ordinal
+            training_near._track(self._nodes.run, iteration, save_id, self._interval, number, is_retried)
         finally:
             training_near._tracked = before
         session = self._nodes.ranks.savers[0].session
@@ -60,7 +62,7 @@ def tracked(nodes: Nodes) -> int | None:
 
 
 def with_tracker(nodes: Nodes, retain_interval: int | None = None) -> Nodes:
-    nodes.ranks.far = Far(nodes, retain_interval)  # type: ignore[assignment]
+    nodes.ranks.note_far = Far(nodes, retain_interval)  # type: ignore[method-assign]
     return nodes
 
 
@@ -85,22 +87,39 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return hold
 
 
+def publishing_held(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds what a job's drains publish, until the event is set."""
+    gate, publish = threading.Event(), Drain._publish
+    drains = [saver.near.drain for saver in nodes.ranks.savers if saver.near is not None]
+
+    def slow(self: Drain, save: NearSave) -> None:
+        if self in drains:
+            gate.wait()
+        publish(self, save)
+
+    monkeypatch.setattr(Drain, "_publish", slow)
+    return gate
+
+
 def saved_before(nodes: Nodes, iteration: int) -> None:
     nodes.save(iteration)
     eventually(lambda: nodes.is_far(iteration) and tracked(nodes) == iteration)
 
 
-def fails_once(monkeypatch: pytest.MonkeyPatch, reads: str) -> None:
-    """Makes what `has_later_save` reads fail for a moment."""
-    read, failed = getattr(history, reads), threading.Event()
+def fails_once(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, reads: str, path: Path | None = None
+) -> threading.Event:
+    """Makes what a module reads (of a path, if it is given) fail for a moment; returns whether it has."""
+    read, failed = getattr(module, reads), threading.Event()
 
-    def flaky(*arguments: object) -> object:
-        if not failed.is_set():
+    def flaky(of: Path, *more: object) -> object:
+        if not failed.is_set() and path in (None, of):
             failed.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(*arguments)
+        return read(of, *more)
 
-    monkeypatch.setattr(history, reads, flaky)
+    monkeypatch.setattr(module, reads, flaky)
+    return failed
 
 
 @pytest.mark.parametrize("unreadable", ["", "point_in", "jobs_in"])
@@ -121,7 +140,7 @@ def test_what_a_restart_in_the_process_has_saved_anew_stays(
     again = nodes.save(100, Origin() if unreadable == "jobs_in" else origin_in(nodes.directory(90), 90))
     assert again.outcome is Outcome.PUBLISHED and not again.records[0].is_near
     if unreadable:
-        fails_once(monkeypatch, unreadable)
+        fails_once(monkeypatch, history, unreadable)
     gate.set()
     eventually(lambda: "a later save is there" in caplog.text)
     nodes.close()
@@ -132,16 +151,9 @@ def test_what_a_restart_in_the_process_has_saved_anew_stays(
 def test_what_the_next_job_has_saved_anew_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, gate, publish = with_tracker(Nodes(tmp_path)), threading.Event(), Drain._publish
+    old = with_tracker(Nodes(tmp_path))
     saved_before(old, 90)
-    drains = [saver.near.drain for saver in old.ranks.savers if saver.near is not None]
-
-    def slow(self: Drain, save: NearSave) -> None:
-        if self in drains:
-            gate.wait()
-        publish(self, save)
-
-    monkeypatch.setattr(Drain, "_publish", slow)
+    gate = publishing_held(old, monkeypatch)
     old.save(100)
     eventually(lambda: len(data_files(old.directory(100))) == 2)
     new = with_tracker(next_job(tmp_path))
@@ -173,21 +185,40 @@ def test_a_later_jobs_checkpoint_stays_and_is_resumed_from(
     assert cluster.recover(old.run) == (None, "")
 
 
+@pytest.mark.parametrize("unreadable", ["", "tracker", "manifest", "list"])
 def test_a_late_drain_does_not_undo_a_rollback(
-    tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch
+    unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = with_tracker(Nodes(tmp_path))
     saved_before(old, 50)
-    gate = held(old, 100)
+    gate = publishing_held(old, monkeypatch)
     old.save(100)
+    eventually(lambda: len(data_files(old.directory(100))) == 2)
     new = with_tracker(next_job(tmp_path))
     new.save(60, origin_in(new.directory(50), 50))  # --ckpt-step 50
-    eventually(lambda: tracked(new) == 60)
+    eventually(lambda: new.is_far(60) and tracked(new) == 60)
+    new.close()
+    whats = {
+        "tracker": (runs, "read_regular", new.run / TRACKER_NAME),
+        "manifest": (history, "point_in", new.directory(60)),
+        "list": (history, "jobs_in", new.run),
+    }
+    has_failed = fails_once(monkeypatch, *whats[unreadable]) if unreadable else None
     gate.set()
     old.close()
-    new.close()
-    assert tracked(new) == 60
+    assert old.is_far(100) and (has_failed is None or has_failed.is_set())
+    assert tracked_iteration(new.run / TRACKER_NAME) == 60
     assert Cluster(monkeypatch, old.roots).recover(old.run)[0] is None
+
+
+def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_near, "_tracked", {})
+    tracker = tmp_path / TRACKER_NAME
+    has_failed = fails_once(monkeypatch, runs, "read_regular", tracker)
+    training_near._track(tmp_path, 2, SaveId(1, 1), None, 1, False)
+    assert has_failed.is_set() and tracker.read_text() == "2"
 
 
 def test_a_note_that_is_late_brings_nothing_back_that_the_next_job_went_on_from(
@@ -234,4 +265,4 @@ def test_the_tracker_is_written_by_one_save_at_a_time(
         patched.setattr(tier, "free_bytes", lambda root: 0)
         nodes.save(2)
     nodes.close()
-    assert nodes.ranks.far.were_alone == [True, True]  # type: ignore[attr-defined]
+    assert nodes.ranks.note_far.were_alone == [True, True]  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def test_the_tracker_follows_the_order_in_which_saves_began(
         (before, 5, 0, "10"),
         (after, 20, 2, "20"),
     ]:
-        training_near._track(tmp_path, iteration, save_id, None, number)
+        training_near._track(tmp_path, iteration, save_id, None, number, True)
         assert (tmp_path / TRACKER_NAME).read_text() == tracked
 
 

@@ -437,7 +437,7 @@ def started(nodes: Nodes, iteration: int) -> list[Publication]:
     ranks = nodes.ranks
     pairs = zip(ranks.savers, states_of(iteration), strict=True)
     directory = nodes.directory(iteration)
-    return [saver.start(directory, state, far_published=ranks.far.append) for saver, state in pairs]
+    return [saver.start(directory, state, far_published=ranks.note_far) for saver, state in pairs]
 
 
 def test_of_saves_that_end_in_another_order_the_later_one_is_kept(tmp_path: Path) -> None:

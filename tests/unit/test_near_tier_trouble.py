@@ -200,9 +200,9 @@ def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_fr
     for saver in nodes.ranks.savers:
         assert saver.near is not None
         saver.near._ranks = 2
-    first = nodes.ranks.savers[0].start(directory, states[0], far_published=nodes.ranks.far.append)
+    first = nodes.ranks.savers[0].start(directory, states[0], far_published=nodes.ranks.note_far)
     wait_for(lambda: stored() > 1_900_000)
-    second = nodes.ranks.savers[1].start(directory, states[1], far_published=nodes.ranks.far.append)
+    second = nodes.ranks.savers[1].start(directory, states[1], far_published=nodes.ranks.note_far)
     assert first.save.context.near is not None and second.save.context.near is not None
     for saver in nodes.ranks.savers:
         saver.close()

@@ -146,7 +146,7 @@ def test_copies_and_objects_wait_for_the_trainer(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_cannot_be_written_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    def full(save_id: SaveId) -> None:
+    def full(save_id: SaveId, is_retried: bool) -> None:
         raise OSError(28, "No space left on device", "latest_checkpointed_iteration.txt")
 
     ranks = RanksInTurn(2)

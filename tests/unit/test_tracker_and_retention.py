@@ -132,7 +132,7 @@ def test_whose_the_tracker_of_a_save_is(
     if ours is not None:
         megatrons.write_text("100")
         assert not (root / TRACKER_NAME).exists()
-        ours(SaveId(1, 1))
+        ours(SaveId(1, 1), False)
         assert (root / TRACKER_NAME).read_text() == "100"
         assert [path.name for path in root.glob("*tmp*")] == []
 

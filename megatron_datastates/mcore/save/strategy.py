@@ -40,7 +40,7 @@ from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import StateProvider
 
 Transform = Callable[[StateProvider], StateProvider]
-FarPublished = Callable[[Path], Callable[[SaveId], None] | None]
+FarPublished = Callable[[Path], Callable[[SaveId, bool], None] | None]
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -106,7 +106,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """Waits until all memory that saves were reading may be changed. See mcore.fence."""
         fences.fence()
 
-    def _far_published(self, checkpoint: Path) -> Callable[[SaveId], None] | None:
+    def _far_published(self, checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
         """Returns None: without knowing who tracks its checkpoints, a save leaves the near tier out."""
         return None
 
@@ -173,7 +173,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         self._started(request.async_fn.publication)
         return request
 
-    def _far_published(self, checkpoint: Path) -> Callable[[SaveId], None] | None:
+    def _far_published(self, checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
         return self._on_far_published(checkpoint)
 
     def _origin(self) -> Origin | None:

@@ -27,9 +27,9 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
-from megatron_datastates.pipeline.near.places import published_in, remove_folder
+from megatron_datastates.pipeline.near.places import read_published, remove_folder
 from megatron_datastates.pipeline.runs.history import has_later_save
-from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete, read_tracked
 
 logger = logging.getLogger(__name__)
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
@@ -150,10 +150,10 @@ def _unused_tracker() -> str:
     return f"/proc/self/fd/{_memory_file}"
 
 
-def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
+def far_published(checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
     """Returns what makes --save's tracker name a checkpoint; None if that is not ours to do.
 
-    Raises OSError when called.
+    Raises OSError when called, with a save and whether it is called again then.
     """
     from megatron.training.checkpointing import get_args
 
@@ -167,19 +167,31 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
         return None
     interval = getattr(args, "save_retain_interval", None)
     number = next(_numbers)
-    return lambda save_id: _track(checkpoint.absolute().parent, iteration, save_id, interval, number)
+    return lambda save_id, is_retried: _track(
+        checkpoint.absolute().parent, iteration, save_id, interval, number, is_retried
+    )
 
 
-def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | None, number: int) -> None:
+def _track(
+    run: Path, iteration: int, save_id: SaveId, retain_interval: int | None, number: int, is_retried: bool
+) -> None:
     """Makes the tracker name a save that was published, unless it names a later one.
 
     What is called for one run is called by one thread at a time.
+
+    Raises:
+        OSError: the tracker cannot be written; or, if this call `is_retried`, what it names cannot be read.
+            Otherwise that says nothing: it fails no save that is published.
     """
     last, last_id = _tracked.get(run, (number, None))
     if last > number:
         return  # a save that was drained later than the one that followed it
-    before = tracked_iteration(run / TRACKER_NAME)
-    if before and before != iteration and _is_later(run / iteration_name(before), save_id, last_id):
+    before, is_later = None, False
+    with contextlib.nullcontext() if is_retried else contextlib.suppress(OSError):
+        before = read_tracked(run / TRACKER_NAME)
+        if before and before != iteration:
+            is_later = _is_later(run / iteration_name(before), save_id, last_id)
+    if is_later:
         logger.warning(
             "the tracker in %s goes on naming iteration %s, not %s: that is of a later save",
             run,
@@ -203,8 +215,7 @@ def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | No
 def _is_later(directory: Path, save_id: SaveId, last: SaveId | None) -> bool:
     """Returns whether a directory holds a save that is later than this one, and not this process's `last`.
 
-    What cannot be read says nothing: it fails no save that is published.
+    Raises:
+        OSError: the manifest there, or the list of jobs, cannot be read.
     """
-    with contextlib.suppress(OSError):
-        return published_in(directory) != last and has_later_save(directory, save_id)
-    return False
+    return read_published(directory) != last and has_later_save(directory, save_id)

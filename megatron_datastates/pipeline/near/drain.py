@@ -390,7 +390,7 @@ class Drain:
                 if not holds_exactly(save.far / name, content):
                     write_whole(save.far / name, content, self._faults, save.save_id)
             save.publisher.publish()
-            save.published(save.save_id)
+            save.published(save.save_id, True)
 
     def _evict(self) -> None:
         """Makes room in the near tier, if something has changed. A save that is evicted is near no more."""

@@ -174,9 +174,20 @@ def published_in(folder: Path) -> SaveId | None:
 
     Looks at nothing else of the manifest, which takes long where a run has many ranks.
     """
+    with contextlib.suppress(OSError):
+        return read_published(folder)
+    return None
+
+
+def read_published(folder: Path) -> SaveId | None:
+    """Returns the same.
+
+    Raises:
+        OSError: the manifest is there and cannot be read.
+    """
     try:
         return Manifest.decode_save_id(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
-    except (OSError, DataStatesError):  # also of a later release
+    except (FileNotFoundError, NotADirectoryError, DataStatesError):  # also of a later release
         return None
 
 

@@ -30,7 +30,7 @@ class NearSave:
     publishing: threading.Lock  # held meanwhile, as by saves that publish in such a directory themselves
     is_drained: bool  # brought far now; else it stays near until the job ends
     has_copies: bool = False  # on other nodes, all that were to be made
-    published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
+    published: Callable[[SaveId, bool], None] = lambda save_id, is_retried: None  # called once it is far
     is_superseded: bool = False  # a later save is in `far`, which this one must not replace
     near_since: float = dataclasses.field(default_factory=time.monotonic)
     attempts: int = 0  # to copy it, then to publish it

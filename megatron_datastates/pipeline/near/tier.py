@@ -176,14 +176,15 @@ class NearTier:
     def on_end(
         self,
         publication: Publication,
-        far_published: Callable[[SaveId], None],
+        far_published: Callable[[SaveId, bool], None],
         origin: Origin | None = None,
     ) -> None:
         """Takes note of a save that is over.
 
         Args:
             origin: what the job resumed from, if that is known.
-            far_published: called on rank 0, on some thread, once the save is published in its directory.
+            far_published: called on rank 0, on some thread, once the save is published in its directory, with
+                whether it is called again if it raises an error.
         """
         context, near = publication.save.context, publication.near
         if self.replicas is not None:

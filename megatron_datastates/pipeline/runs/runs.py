@@ -310,9 +310,20 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def tracked_iteration(tracker: Path) -> int | None:
     """Returns the iteration that a tracker file names; None if there is no such file, or no number in it."""
+    with contextlib.suppress(OSError):
+        return read_tracked(tracker)
+    return None
+
+
+def read_tracked(tracker: Path) -> int | None:
+    """Returns the same.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
     try:
         return iteration_named(read_regular(tracker, TRACKER_BYTES))
-    except OSError:
+    except FileNotFoundError:
         return None
 
 
