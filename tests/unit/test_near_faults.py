@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,6 +201,32 @@ def test_an_attempt_that_began_before_the_end_is_not_the_last_one(
     wait_for(lambda: len(ending) == 2)
     nodes.close()
     nodes.check(1)
+
+
+@pytest.mark.parametrize("step", ["_copy", "_publish"])
+def test_an_attempt_that_fails_while_a_job_ends_is_soon_made_again(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
+    monkeypatch.setattr(drain, "_STALLED_SECONDS", 10.0)
+    monkeypatch.setattr(drain, "_LONGEST_PAUSE_AT_THE_END", 0.05)
+    attempt, began, failed = getattr(drain.Drain, step), threading.Event(), list[NearSave]()
+
+    def fails_in_the_end(self: drain.Drain, save: NearSave) -> None:
+        if save.publisher is not None and len(failed) < 2:
+            began.set()
+            wait_for(lambda: self._closing)
+            failed.append(save)
+            raise OSError("away")
+        attempt(self, save)
+
+    monkeypatch.setattr(drain.Drain, step, fails_in_the_end)
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    wait_for(began.is_set)
+    nodes.close()
+    nodes.check(1)
+    assert "published in the near tiers only" not in caplog.text
 
 
 def test_a_far_side_without_room_gets_everything_later(

@@ -15,7 +15,7 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training import near as training_near
-from megatron_datastates.pipeline.near import tier
+from megatron_datastates.pipeline.near import drain, tier
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import published_in
 from megatron_datastates.pipeline.near.saves import NearSave
@@ -219,6 +219,36 @@ def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_re
     has_failed = fails_once(monkeypatch, runs, "read_regular", tracker)
     training_near._track(tmp_path, 2, SaveId(1, 1), None, 1, False)
     assert has_failed.is_set() and tracker.read_text() == "2"
+
+
+def test_a_checkpoint_that_cannot_be_published_holds_up_no_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.05,))
+    nodes = with_tracker(Nodes(tmp_path))
+    saved_before(nodes, 1)
+    read, is_readable = history.point_in, threading.Event()
+
+    def denied(directory: Path, iteration: int) -> object:
+        if directory == nodes.directory(1) and not is_readable.is_set():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        return read(directory, iteration)
+
+    monkeypatch.setattr(history, "point_in", denied)
+    again = nodes.save(1).save.context.save_id
+    for iteration in (2, 3):
+        nodes.save(iteration)
+    eventually(lambda: nodes.is_far(2) and nodes.is_far(3) and tracked(nodes) == 3)
+    eventually(lambda: "is not published in" in caplog.text)
+    assert published_in(nodes.directory(1)) != again
+    assert nodes.kept(0)[0] == "iter_0000001" and nodes.kept(0)[-1] == "iter_0000003"
+    is_readable.set()
+    nodes.close()
+    assert published_in(nodes.directory(1)) == again and tracked(nodes) == 3
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000003"]
+    assert len([one for one in caplog.records if "is not published in" in one.message]) == 1
+    for iteration in (1, 2, 3):
+        nodes.check(iteration)
 
 
 def test_a_note_that_is_late_brings_nothing_back_that_the_next_job_went_on_from(

@@ -254,8 +254,13 @@ def test_what_an_earlier_job_left_near_keeps_no_save_from_the_store(
 
 
 def test_an_outage_while_the_manifest_is_written(
-    store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: ObjectStore,
+    tmp_path: Path,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(drain, "_LOOK_SECONDS_OBJECTS", 0.05)
     store.fail(f"PUT .*{MANIFEST_NAME}", UNAVAILABLE)
     nodes = FarNodes(tmp_path)
     save(nodes, 1)

@@ -6,8 +6,9 @@ wherever they came from, it publishes the manifest there. The shared directory i
 of each other: no collective call is made, and the trainer waits for nothing.
 
 A save is far when it is published in its checkpoint's directory. What fails is tried again for as long as
-the process lives; a source that is missing or damaged is given up. What is not far when a job ends,
-the next one copies to its directory (recovery.py).
+the process lives; a source that is missing or damaged is given up. No save waits for an older one that is
+complete and cannot be published. What is not far when a job ends, the next one copies to its directory
+(recovery.py).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _UPLOADS = 2  # the same to an object store: the client sends several parts of e
 _LOOK_SECONDS = 0.5  # between two looks for other nodes' files
 _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts requests
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
+_LONGEST_PAUSE_AT_THE_END = 3.0
 _REPORTED_ATTEMPT = 3
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # to object stores: of parts under way and of other nodes, nothing is seen
@@ -322,29 +324,22 @@ class Drain:
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _publish_what_is_complete(self) -> None:
-        # The newest is looked at first: each node copies its saves in order, so once a newer one is complete,
-        # what an older one still lacks never comes.
-        complete = [save for save in reversed(self._to_publish) if self._is_complete(save)]
+        # The newest is looked at first: what arrives meanwhile is not to change the order.
+        due = [save for save in reversed(self._to_publish) if self._is_due(save)]
+        complete = [save for save in due if self._is_complete(save)]
         if complete:
             self._write_new_notes()  # the list of jobs says which of two saves is the later one
         for save in reversed(complete):
             try:
                 self._publish(save)
             except Exception as error:
-                self._pause(save, error)
-                return
-            save.attempts = 0
+                self._note_failure(save, error)
+                continue
             with self._changed:
-                at = self._to_publish.index(save)
-                older, self._to_publish = self._to_publish[:at], self._to_publish[at + 1 :]
-            for one in older:
-                logger.warning(
-                    "%s is not published in %s: files are missing there, and %s is complete",
-                    one.name,
-                    one.far,
-                    save.name,
-                )
-            self._may_evict = True
+                for older in self._to_publish[: self._to_publish.index(save)]:
+                    older.passed_by = save.name
+                self._to_publish.remove(save)
+                self._may_evict = True
             if not save.is_superseded:
                 self._room.note_far()
                 self._report(save.report())
@@ -361,22 +356,50 @@ class Drain:
                 missing = missing_data_files(save.far, save.small_files.manifest, save.found)
             there = arrived_bytes(save.far, save.save_id) if self._closing else 0
         except Exception as error:
-            self._pause(save, error)
+            self._note_failure(save, error)
             return False
         if (len(missing), there) != save.seen:
             save.seen, self._progress = (len(missing), there), time.monotonic()
+        if missing:
+            save.attempts = 0
+            self._give_up_if_passed(save)
         return not missing
 
-    def _pause(self, save: NearSave, error: Exception) -> None:
-        logger.error("%s is not published in %s yet: %s", save.name, save.far, error)
-        save.attempts += 1
-        self._rest(save.attempts)
+    def _give_up_if_passed(self, save: NearSave) -> None:
+        """Gives up a save that lacks files, if a newer one was complete.
+
+        Each node copies its saves in order: what this one lacks never comes.
+        """
+        if not save.passed_by:
+            return
+        logger.warning(
+            "%s is not published in %s: files are missing there, and %s is complete",
+            save.name,
+            save.far,
+            save.passed_by,
+        )
+        with self._changed:
+            self._to_publish.remove(save)
+            self._may_evict = True
+
+    def _note_failure(self, save: NearSave, error: Exception) -> None:
+        """Takes note that a save could not be published. Others do not wait for its next attempt."""
+        save.attempts, save.failed_at = save.attempts + 1, time.monotonic()
+        if save.attempts == _REPORTED_ATTEMPT:
+            logger.error("%s is not published in %s yet: %s; it is tried again", save.name, save.far, error)
+
+    def _is_due(self, save: NearSave) -> bool:
+        return not save.attempts or time.monotonic() >= save.failed_at + self._pause_seconds(save.attempts)
 
     def _rest(self, attempts: int) -> None:
         """Waits before the next attempt, unless there is something else to do."""
         with self._changed:
-            if not self._may_evict:
-                self._changed.wait(_PAUSES[min(attempts, len(_PAUSES)) - 1])
+            if not (self._may_evict or self._abandoned):
+                self._changed.wait(self._pause_seconds(attempts))
+
+    def _pause_seconds(self, attempts: int) -> float:
+        seconds = _PAUSES[min(attempts, len(_PAUSES)) - 1]
+        return min(seconds, _LONGEST_PAUSE_AT_THE_END) if self._closing else seconds
 
     def _publish(self, save: NearSave) -> None:
         """Publishes a save, and makes the tracker name it, unless a later save is there by now."""
