@@ -22,7 +22,7 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -30,6 +30,8 @@ from megatron_datastates.pipeline.near import copying, drain, holdings, share, t
 from megatron_datastates.pipeline.near.copying import Copier
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, remove_saves
 from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.room import Room
+from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
@@ -480,6 +482,54 @@ def test_a_save_is_published_far_while_the_next_one_is_copied(tmp_path: Path) ->
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)
+
+
+def test_a_node_makes_room_once_rank_0_has_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "_ROOM_SECONDS", 0.05)
+    nodes, may_publish, publish = Nodes(tmp_path), threading.Event(), drain.Drain._publish
+
+    def late(self: drain.Drain, save: NearSave) -> None:
+        may_publish.wait()
+        publish(self, save)
+
+    monkeypatch.setattr(drain.Drain, "_publish", late)
+    for iteration in (1, 2):
+        nodes.save(iteration)
+    other = nodes.ranks.savers[1].near.drain  # type: ignore[union-attr]
+    wait_for(lambda: not other._to_copy and not other._may_evict)
+    assert nodes.kept(1) == ["iter_0000001", "iter_0000002"]
+    may_publish.set()
+    wait_for(lambda: nodes.kept(0) == nodes.kept(1) == ["iter_0000002"])
+    nodes.close()
+
+
+def test_an_unexpected_error_beside_a_copy_does_not_begin_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
+    nodes, make, copy = Nodes(tmp_path), Room.make, drain.Drain._copy_file
+    first = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
+    copied, has_raised = list[str](), threading.Event()
+
+    def slow(self: drain.Drain, save: NearSave, file: FileEntry) -> None:
+        if self is first:
+            copied.append(file.name)
+            self._may_evict = True
+            has_raised.wait(PATIENCE_SECONDS)
+        copy(self, save, file)
+
+    def raises_once(self: Room, *arguments: Any) -> list[NearSave]:
+        if self is first._room and copied and not has_raised.is_set():
+            has_raised.set()
+            raise ValueError("unexpected")
+        return make(self, *arguments)
+
+    monkeypatch.setattr(drain.Drain, "_copy_file", slow)
+    monkeypatch.setattr(Room, "make", raises_once)
+    nodes.save(1)
+    nodes.close()
+    nodes.check(1)
+    assert len(copied) == 1 and "unexpected error in the drain" in caplog.text
 
 
 def test_a_node_without_the_manifest_brings_files_of_earlier_saves(tmp_path: Path) -> None:

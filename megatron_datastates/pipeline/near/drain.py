@@ -45,6 +45,7 @@ _COPIES = 5  # files at a time
 _UPLOADS = 2  # the same to an object store: the client sends several parts of each at once
 _LOOK_SECONDS = 0.5  # between two looks for other nodes' files
 _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts requests
+_ROOM_SECONDS = 3.0  # between two looks for what rank 0 has published
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _LONGEST_PAUSE_AT_THE_END = 3.0
 _REPORTED_ATTEMPT = 3
@@ -215,24 +216,27 @@ class Drain:
                 save = self._to_copy[0] if self._to_copy else None
                 if self._abandoned or (self._closing and self._is_done()):
                     return
-            try:
-                self._evict()  # before a copy, which may take long
-                if save is not None:
-                    self._copy_or_pause(save)
-                self._publish_what_is_complete()
-                self._evict()
-            except Exception:
-                logger.exception("unexpected error in the drain, which continues; please report it")
-                time.sleep(_LOOK_SECONDS)
+            self._publish_and_evict()  # before a copy, which may take long
+            if save is not None:
+                self._copy_or_pause(save)
             with self._changed:
                 has_work = bool(self._to_copy) or self._may_evict or self._notes.has_new
                 if not (has_work or (self._closing and self._is_done())):
                     self._changed.wait(self._look_seconds())
 
+    def _publish_and_evict(self) -> None:
+        """Does what no copy is to hold up. Never raises."""
+        try:
+            self._publish_what_is_complete()
+            self._evict()
+        except Exception:
+            logger.exception("unexpected error in the drain, which continues; please report it")
+            time.sleep(_LOOK_SECONDS)
+
     def _look_seconds(self) -> float | None:
-        """Returns how long to wait for other nodes' files; None if there are none to wait for."""
+        """Returns how long to wait for what other nodes do; None if there is nothing to wait for."""
         if not self._to_publish and not self._closing:
-            return None
+            return None if self._is_done() else _ROOM_SECONDS
         is_far = bool(self._to_publish) and is_object(self._to_publish[0].far)
         return _LOOK_SECONDS_OBJECTS if is_far else _LOOK_SECONDS
 
@@ -299,8 +303,7 @@ class Drain:
         for thread in started:
             while not thread.join(_LOOK_SECONDS):  # no other save waits for this copy, which may take long
                 self._write_new_notes()
-                self._publish_what_is_complete()
-                self._evict()
+                self._publish_and_evict()
         if errors:
             raise errors[0]
         save.copied_seconds = time.monotonic() - begin
@@ -418,11 +421,12 @@ class Drain:
     def _evict(self) -> None:
         """Makes room in the near tier, if something has changed. A save that is evicted is near no more."""
         with self._changed:
-            # At the end, a node waits for what rank 0 publishes, and nothing says when it does.
-            if not (self._may_evict or (self._closing and not self._to_copy)):
-                return
-            self._may_evict = False
+            may_evict, self._may_evict = self._may_evict, False
             busy = [*self._to_copy, *self._to_publish]
+            # Nothing says when rank 0 publishes what another node has copied.
+            looks = not busy and not self._is_done()
+        if not (may_evict or (looks and any(save.is_far for save in self._kept))):
+            return
         gone = self._room.make(self._kept, lambda save: save in busy, self._drain_now)
         with self._changed:
             self._kept = [save for save in self._kept if save not in gone]
