@@ -182,6 +182,7 @@ def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
     assert nodes.far.tracked() == 12
 
 
+@pytest.mark.long
 def test_two_nodes_are_replaced_one_after_the_other(
     pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
@@ -206,6 +207,7 @@ def test_two_nodes_are_replaced_one_after_the_other(
     assert resumed.differences(reference("tp2", 12)) == []
 
 
+@pytest.mark.long
 def test_a_job_resumes_on_its_nodes_in_another_order_and_with_one_that_comes_back(
     pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ FC1 = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"  # of Sw
 TIED: Layout = {"tied": True}
 
 
+@pytest.mark.long
 def test_state_in_buckets_equals_what_megatron_saves_as_fully_reshardable(
     world: World, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ def test_fully_reshardable_state_fits_other_layouts(world: World, tmp_path: Path
     assert any(name.endswith(".exp_avg_sq") for name in reports[0]["loaded"][0][0])
 
 
+@pytest.mark.long
 def test_fully_reshardable_state_of_two_optimizers_fits_other_expert_parallel_sizes(
     world: World, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def test_checksums_of_several_saves_are_kept_apart(engines: Engines, tmp_path: P
 def test_save_cancelled_in_its_first_copy_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, device: bool
 ) -> None:
-    engine = paranoid_engine(device_engines, most_slots=2, faults="", copy_limit=20 * SLOT)
+    engine = paranoid_engine(device_engines, most_slots=2, faults="", copy_limit=100 * SLOT)
     copies, stream = [Copy(random_bytes(100 * SLOT), 0, device=device)], cuda.new_stream()
     save = Save(engine, tmp_path / "data", copies, stream=stream)
     assert not save.reaches(Milestone.EAGER, 0.1)
