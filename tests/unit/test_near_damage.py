@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -128,6 +129,23 @@ def test_a_failed_second_save_of_an_iteration_does_not_take_the_first_one_with_i
     abandon(nodes)
     assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 3
     nodes.check(3)
+
+
+def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still_storing_it(
+    tmp_path: Path,
+) -> None:
+    late = f"{NEVER_FAR},rename manifest:2:stall=1000"
+    nodes = Nodes(tmp_path, {"faults": late}, {"faults": f"{NEVER_FAR},write manifest:2:EIO"})
+    first = nodes.save(3).save.context.save_id
+    second = nodes.save(3)
+    assert second.outcome is Outcome.FAILED
+    folder = nodes.near(0, 3)
+    assert second.near is not None
+    assert (
+        second.near.withdraw()
+    )  # returns once nothing is stored any more, and this rank had replaced the first
+    eventually(lambda: published_in(folder) == first)
+    assert not [name for name in os.listdir(folder) if str(second.save.context.save_id) in name]
 
 
 def test_a_kill_while_an_iteration_is_saved_a_second_time_loses_nothing(

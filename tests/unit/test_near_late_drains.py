@@ -221,6 +221,29 @@ def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_re
     assert has_failed.is_set() and tracker.read_text() == "2"
 
 
+def test_a_tracked_checkpoint_that_can_never_be_read_does_not_stop_the_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.05,))
+    before = with_tracker(Nodes(tmp_path))
+    saved_before(before, 1)
+    before.close()
+    nodes = with_tracker(next_job(tmp_path))
+    read, bad = history.point_in, nodes.directory(1)
+
+    def lost(directory: Path, iteration: int) -> object:
+        if directory == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+        return read(directory, iteration)
+
+    monkeypatch.setattr(history, "point_in", lost)
+    nodes.save(2, origin_in(bad, 1))
+    eventually(lambda: nodes.is_far(2) and tracked(nodes) == 2)
+    nodes.save(3)
+    nodes.close()
+    assert tracked(nodes) == 3 and nodes.kept(0) == ["iter_0000003"]
+
+
 def test_a_checkpoint_that_cannot_be_published_holds_up_no_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

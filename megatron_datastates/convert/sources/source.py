@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import MissingKeyError, StorageError
 from megatron_datastates.files import folders_in
+from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.plan.coverage import StoredBoxes
@@ -188,7 +189,7 @@ class Source(ABC):
 
     def _reused_files(self) -> Iterable[Path]:
         """Returns the checkpoint's own files to which another save would write under the same names."""
-        return [self.other_path(name) for name in self.other_files]
+        return [self.other_path(COMMON_FILE)]
 
     def _note(self, path: Path) -> None:
         if path not in self._noted:

@@ -14,6 +14,7 @@ complete and cannot be published. What is not far when a job ends, the next one 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -45,10 +46,11 @@ _COPIES = 5  # files at a time
 _UPLOADS = 2  # the same to an object store: the client sends several parts of each at once
 _LOOK_SECONDS = 0.5  # between two looks for other nodes' files
 _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts requests
-_ROOM_SECONDS = 3.0  # between two looks for what rank 0 has published
+_ROOM_SECONDS = 10.0  # between two looks for what rank 0 has published
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _LONGEST_PAUSE_AT_THE_END = 3.0
 _REPORTED_ATTEMPT = 3
+_INSISTING_ATTEMPTS = 5  # after which the tracker is written although what it names cannot be read
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # to object stores: of parts under way and of other nodes, nothing is seen
 
@@ -133,10 +135,10 @@ class Drain:
             self._room.note_far()
             self._note_change()
 
-    def note_failed(self, near: Path, save_id: SaveId, replaced: bytes) -> None:
+    def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Takes note of a failed save; as Room.note_failed."""
         with self._changed:
-            self._room.note_failed(near, save_id, replaced)
+            self._room.note_failed(near, save_id, withdraw)
             self._note_change()
 
     def _note_change(self) -> None:
@@ -327,9 +329,10 @@ class Drain:
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _publish_what_is_complete(self) -> None:
+        # With one that is tried again, all newer ones are: else the tracker would name the older for a while.
+        due = list(itertools.dropwhile(lambda save: not self._is_due(save), self._to_publish))
         # The newest is looked at first: what arrives meanwhile is not to change the order.
-        due = [save for save in reversed(self._to_publish) if self._is_due(save)]
-        complete = [save for save in due if self._is_complete(save)]
+        complete = [save for save in reversed(due) if self._is_complete(save)]
         if complete:
             self._write_new_notes()  # the list of jobs says which of two saves is the later one
         for save in reversed(complete):
@@ -416,7 +419,7 @@ class Drain:
                 if not holds_exactly(save.far / name, content):
                     write_whole(save.far / name, content, self._faults, save.save_id)
             save.publisher.publish()
-            save.published(save.save_id, True)
+            save.published(save.save_id, save.attempts < _INSISTING_ATTEMPTS)
 
     def _evict(self) -> None:
         """Makes room in the near tier, if something has changed. A save that is evicted is near no more."""

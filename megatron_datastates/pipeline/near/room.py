@@ -36,7 +36,7 @@ class Room:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._earlier_jobs = EarlierJobs()
-        self._failed: deque[tuple[Path, SaveId, bytes]] = deque()  # see note_failed
+        self._failed: deque[tuple[Path, SaveId, Callable[[], bytes]]] = deque()  # see note_failed
 
     def begin(self, save: NearSave) -> None:
         """Takes note of a save that was just published near."""
@@ -47,13 +47,14 @@ class Room:
         """Records that a save of this job is far."""
         self._earlier_jobs.is_far = True
 
-    def note_failed(self, near: Path, save_id: SaveId, replaced: bytes) -> None:
+    def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Takes note of a failed save: its files in this folder go, if another one was published near.
 
         Args:
-            replaced: the manifest that was there before: it is put back.
+            withdraw: waits until the save stores nothing more there, and returns the manifest that was there
+                before: it is put back.
         """
-        self._failed.append((near, save_id, replaced))
+        self._failed.append((near, save_id, withdraw))
 
     def make(
         self,
@@ -103,8 +104,8 @@ class Room:
             ):
                 _remove(folder, save_ids)
         while self._failed:
-            folder, save_id, replaced = self._failed.pop()
-            _remove(folder, {save_id}, replaced)
+            folder, save_id, withdraw = self._failed.pop()
+            _remove(folder, {save_id}, withdraw())
 
 
 def _remove(folder: Path, save_ids: Collection[SaveId], replaced: bytes = b"") -> None:

@@ -7,6 +7,7 @@ other nodes' files, if the options ask for any (replicas.py).
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -81,7 +82,9 @@ class NearShare:
         self.others: dict[str, bytes] = {}
         self.needs_drain = bool((records.columns["has_file"] & ~records.columns["is_near"]).any())
         self.is_in_place = False
-        self.replaced = b""
+        self._replaced = b""  # the manifest that was there before
+        self._storing = threading.Lock()
+        self._is_withdrawn = False
         self.copied: Copied | None = None
         self._offer = b""  # on rank 0
         self._asked: PollableResult[bytes] | None = None
@@ -159,7 +162,9 @@ class NearShare:
         offer = _OFFER.decode(self._asked.result())
         manifest = Manifest.decode(offer.manifest, MANIFEST_NAME, is_own=True)
         if self.stores:
-            self._store(offer, manifest)
+            with self._storing:
+                if not self._is_withdrawn:
+                    self._store(offer, manifest)
         if self._replicas is not None and self._context.near is not None:
             share = share_of(self._context.rank, self._records, manifest, self._replicas.count)
             self.copied = self._replicas.fetch(share, self._context.near, manifest, is_over)
@@ -193,7 +198,7 @@ class NearShare:
         sync_above(folder)
         path = folder / MANIFEST_NAME
         with contextlib.suppress(OSError):
-            self.replaced = read_regular(path, MANIFEST_BYTES)
+            self._replaced = read_regular(path, MANIFEST_BYTES)
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
         except OSError:
@@ -205,6 +210,16 @@ class NearShare:
         own = next(n for n, ranks in enumerate(ring) if ranks[0] == self._context.rank)
         nodes = [NodeEntry(self._records[ranks[0]].host_name, ranks) for ranks in ring]
         return Nodes(own, nodes)
+
+    def withdraw(self) -> bytes:
+        """Keeps this rank from storing anything from now on, because the save has failed.
+
+        Another rank's failure may come while this one stores: waits until it has. Returns the manifest that
+        was there before; empty if this rank has replaced none.
+        """
+        with self._storing:
+            self._is_withdrawn = True
+            return self._replaced
 
     def _note_renamed(self) -> None:
         self.is_in_place = True
