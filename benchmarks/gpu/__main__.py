@@ -27,10 +27,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 _DESCRIPTION = """\
 Measures what a save costs a GPU that trains.
 
-Runs each part (tests, page-locking, copies, held time, steps, loads, pipeline, Megatron) in its own process
-and within its own time limit. Writes one JSON file, anew after each part, and prints a table. Two calls
-(--call) make
-a whole: once the files of both are in one folder they are merged, automatically or by --merge."""
+Runs each part (tests, training, held time, copies, steps, loads, page-locking, Megatron's ways) in its own
+process and within its own time limit. Writes one JSON file, anew after each part, and prints a table. Two
+calls (--call) make a whole: once the files of both are in one folder they are merged, automatically or by --merge."""
 _EXAMPLES = """\
 examples:
   benchmarks/gpu/run.sh --call 1          prepares the machine first; see benchmarks/gpu/run.sh --help
@@ -54,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, help="folder of the results' file (default: $OUT, or benchmarks/results)"
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
-    parser.add_argument("--call", type=int, choices=CALLS, help="half of the parts, for less than 8 minutes")
+    parser.add_argument("--call", type=int, choices=CALLS, help="half of the parts, in about 6 minutes")
     parser.add_argument("--parts", nargs="+", choices=PART_SECONDS, help="these parts instead of all")
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="host memory, where the system shows less at first"

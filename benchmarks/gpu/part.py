@@ -28,6 +28,7 @@ from benchmarks.gpu.megatron import measure_megatron
 from benchmarks.gpu.page_locking import measure_page_locking
 from benchmarks.gpu.pipeline import measure_pipeline
 from benchmarks.gpu.steps import measure_steps
+from benchmarks.gpu.training import measure_training
 from megatron_datastates.config import GIB, MIB
 
 _MEASURES = {
@@ -38,6 +39,7 @@ _MEASURES = {
     "pipeline": measure_pipeline,
     "loads": measure_loads,
     "megatron": measure_megatron,
+    "training": measure_training,
 }
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: builds the native module in place, runs tests/gpu and the GPU benchmark (python -m
-# benchmarks.gpu), and writes one JSON file with the results of both and the machine. In two calls of less than
-# 8 minutes each:
+# benchmarks.gpu), and writes one JSON file with the results of both and the machine. In two calls of about
+# 6 minutes each:
 #
-#   benchmarks/gpu/run.sh --call 1     the machine, tests, page-locking, copies, held time
-#   benchmarks/gpu/run.sh --call 2     steps, loads, whole saves, CUDA_DEVICE_MAX_CONNECTIONS=1, Megatron's ways
+#   benchmarks/gpu/run.sh --call 1     the machine, tests, training in Megatron's own loop
+#   benchmarks/gpu/run.sh --call 2     held time, copies, steps, loads, page-locking, CUDA_DEVICE_MAX_CONNECTIONS=1, Megatron's ways
 #   benchmarks/gpu/run.sh [--fake] [--prebuilt] [other arguments: see python -m benchmarks.gpu --help]
 #
 # --fake tries all of it but the tests where there is no GPU: on the fake CUDA driver of tests/native, at a tiny size.
@@ -16,7 +16,7 @@
 #
 #   python3 -m benchmarks.gpu --merge FILE-call1.json FILE-call2.json
 #
-# On a machine that is lent for one command at a time, carry what is in .whl (below) along, and allow 480 s for each of
+# On a machine that is lent for one command at a time, carry what is in .whl (below) along, and allow 400 s for each of
 # these commands. $OUT is set there, and at most 3 files come back:
 #
 #   bash benchmarks/gpu/run.sh --call 1 --memory 128

@@ -83,8 +83,13 @@ def allow_fork() -> None:
     arguments.validate_args = validate_args
 
 
-def save_in_turns(block: int) -> None:
-    """Saves in every iteration of every other block of so many, beginning with the second block."""
+def save_in_turns(block: int, saves: int = 0) -> None:
+    """Saves in every iteration of every other block of so many, beginning with the second block.
+
+    Args:
+        block: iterations.
+        saves: if not 0, only the first so many iterations of such a block end with a save.
+    """
     from megatron.training import training as loop
     from megatron.training.global_vars import get_args
 
@@ -92,7 +97,9 @@ def save_in_turns(block: int) -> None:
 
     @functools.wraps(original)
     def train_step(*args: Any, **options: Any) -> Any:
-        get_args().save_interval = 1 if next(numbers) // block % 2 else _NEVER
+        number = next(numbers)
+        is_saved = number // block % 2 == 1 and number % block < (saves or block)
+        get_args().save_interval = 1 if is_saved else _NEVER
         return original(*args, **options)
 
     loop.train_step = train_step

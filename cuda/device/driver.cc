@@ -29,7 +29,7 @@ constexpr const char* kAllIsLost =
 
 // See ContextLost; 4: the driver is shutting down.
 bool EndsContext(int result) {
-  for (const int ending : {4, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911}) {
+  for (const int ending : {4, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) {
     if (result == ending) return true;
   }
   return false;

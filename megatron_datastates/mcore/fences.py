@@ -93,7 +93,8 @@ def _fenced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def fenced(*args: Any, **kwargs: Any) -> Any:
-            FENCE.wait(reason)
+            if not _is_capturing():
+                FENCE.wait(reason)
             return original(*args, **kwargs)
 
         return fenced
@@ -108,10 +109,19 @@ wrap_gather = _fenced("the gathering of parameters")  # into ranks whose own opt
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return  # a captured step runs later, without hooks; its replay is fenced elsewhere
+    if _is_capturing():
+        return
     FENCE.wait("the optimizer step")
     _stepped.add(optimizer)
+
+
+def _is_capturing() -> bool:
+    """Says whether the current stream records a CUDA graph.
+
+    What is recorded runs later, without hooks: its replay is fenced elsewhere. A fence would make the
+    recording stream wait for an event from outside the graph, which ends the recording with an error.
+    """
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def stepped_optimizers() -> set[int]:

@@ -17,6 +17,7 @@ def main(folder: Path) -> None:
     engine = StagingEngine(Options(staging_memory=64 * MIB, slot_size=MIB))
     tensors = {"layer": torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")}
     small, outside = torch.ones(10, device="cuda"), torch.tensor([1000], device="cuda")
+    small[torch.zeros(1, dtype=torch.long, device="cuda")]  # loads its kernel, which may wait for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # most of a second: the kernel breaks once the save has begun
     small[outside]  # an index out of bounds: the kernel's assertion ends the context

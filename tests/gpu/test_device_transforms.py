@@ -47,6 +47,7 @@ def test_what_a_running_kernel_leaves_is_stored(saver: Saver, tmp_path: Path) ->
 
 def test_what_the_trainer_launches_next_is_not_waited_for(saver: Saver, tmp_path: Path) -> None:
     tensor, done = torch.randn(4 << 20, device="cuda"), torch.cuda.Event()
+    torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)  # is kept by torch: page-locking may wait, too
     torch.cuda.synchronize()
     publication = saver.start(tmp_path / "c", cast({"w": tensor}))
     busy(3.0)

@@ -120,10 +120,8 @@ def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> Non
     assert parts["page_locking"]["collapsed"]["4_threads"]["lock_gb_per_s"] > 0
     assert parts["page_locking"]["pools"]["0.125 GiB"]["seconds"] > 0
     for suffix, connections in (("", None), ("_one_connection", "1")):
-        copies, held, steps = (parts[f"{name}{suffix}"] for name in ("copies", "held", "steps"))
-        assert {copies["connections"], held["connections"], steps["connections"]} == {connections}
-        for case in ("large", "many", "small"):
-            assert min(copies[case][f"{name}_to_bare"] for name in ("discard", "small_pool")) > 0
+        held, steps = (parts[f"{name}{suffix}"] for name in ("held", "steps"))
+        assert {held["connections"], steps["connections"]} == {connections}
         assert held["left_out"] == [] and len(held["cases"]) == 4
         assert held["first_save"]["device_bytes_not_named"] == 0
         for case in held["cases"].values():
@@ -132,6 +130,11 @@ def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> Non
         assert steps["repeats"] == 2 and {"alone", "discard", "disk"} <= steps.keys()
     assert parts["pipeline"]["small_pool"]["durable_gb_per_s"] > 0
     assert parts["loads"]["to_device_gb_per_s"] > 0 < parts["loads"]["to_host_gb_per_s"]
+    for case in ("large", "many", "small"):
+        assert min(parts["copies"][case][f"{name}_to_bare"] for name in ("discard", "small_pool")) > 0
+    ways = parts["training"]["ways"]
+    assert {f"datastates async, {place}" for place in ("tmpfs", "disk")} <= ways.keys()
+    assert ways["datastates async, disk"]["resume"]["is_exact"] and "torch_dist, tmpfs" in ways
     megatron = parts["megatron"]
     assert megatron["tensors_left_to_the_fence"] == megatron["tensors"]
     stock = {f"torch_dist_{way}" for way in ("sync", "sync_2_threads", "async_fork", "async_persistent")}

@@ -20,7 +20,6 @@ import datetime
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,6 +67,7 @@ from megatron_datastates.format.values import (
     save_id_in_name,
 )
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.publishing.documents import releases
 from megatron_datastates.pipeline.runs.runs import metadata_members, stored_backend
 from megatron_datastates.pipeline.upkeep.verify import Progress, extra_names, verify_checkpoint
 from megatron_datastates.providers.members import check_archive
@@ -115,7 +115,10 @@ def repair(
         index=entry,
         files=[_file_entry(path / name, footer) for name, footer in footers.items()],
         others=[*_others(path, index, notes), *_dcp_facts(path, first.save_id, notes)],
-        writer={"megatron-datastates": metadata.version("megatron-datastates"), "manifest": REPAIRED},
+        writer={
+            "megatron-datastates": releases().get("megatron-datastates", "unknown"),
+            "manifest": REPAIRED,
+        },
         compatible=COMPATIBLE_CHECKSUMS,
     )
     notes.append(

@@ -1,0 +1,135 @@
+"""Trains with Megatron's own loop on the GPU, and records what each save held it for.
+
+A process of its own, because Megatron's world and its arguments are the process's. On the fake driver it
+trains on the CPU, with the stand-ins of `recipes/cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.environment import IS_FAKE, ROOT
+
+RECIPES = ROOT / "recipes"
+
+
+def main() -> None:
+    """Trains with the arguments after `--`; writes the record when training has ended well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--record", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--save-blocks", type=int, default=0, help="save once in every other block")
+    parser.add_argument("--digest-save", type=int, default=0, help="digest the state before this save")
+    parser.add_argument("--digest-load", action="store_true", help="digest the state after set-up")
+    own = sys.argv.index("--")
+    wanted = parser.parse_args(sys.argv[1:own])
+    sys.argv = ["pretrain_tiny.py", *sys.argv[own + 1 :]]
+    pretrain_tiny = _import_megatron()
+
+    from benchmarks.training.rank import Recorder, save_in_turns
+
+    recorder = Recorder()
+    recorder.attach()
+    if wanted.save_blocks:
+        save_in_turns(wanted.save_blocks, saves=1)
+    digests = Digests(wanted.digest_save, wanted.digest_load)
+    digests.attach()
+    pretrain_tiny.main()
+    facts = {"spans": recorder.spans, "saved": digests.saved, "loaded": digests.loaded}
+    wanted.record.write_text(json.dumps(facts))
+
+
+def _import_megatron() -> Any:
+    """Imports Megatron as with this package and a fused Adam installed; returns the training script."""
+    sys.path[:0] = [str(RECIPES), str(RECIPES / "cpu")]
+    if IS_FAKE:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        importlib.import_module("stand_ins").install()
+    else:
+        importlib.import_module("fused_adam").install()  # stock Megatron loads no other's state
+    importlib.import_module("megatron_datastates.mcore")  # it may not be installed here
+    return importlib.import_module("pretrain_tiny")
+
+
+class Digests:
+    """SHA-256 of all parameters and optimizer state, as saved and as loaded.
+
+    Args:
+        before_save: number of the save, from 1, before which the state is digested; 0: none.
+        after_load: whether it is digested once Megatron has set up, and loaded.
+    """
+
+    def __init__(self, before_save: int, after_load: bool) -> None:
+        self._before_save, self._after_load = before_save, after_load
+        self._working: tuple[Any, Any] | None = None
+        self._saves = 0
+        self.saved: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        """Wraps what Megatron's training loop calls to set up and to save."""
+        from megatron.training import training as loop
+        from megatron.training.global_vars import get_args
+
+        set_up, save = loop.setup_model_and_optimizer, loop.save_checkpoint
+
+        @functools.wraps(set_up)
+        def setup_model_and_optimizer(*args: Any, **options: Any) -> Any:
+            made = set_up(*args, **options)
+            self._working = made[0], made[1]
+            if self._after_load:
+                self.loaded = {"iteration": get_args().iteration} | self._digest()
+            return made
+
+        @functools.wraps(save)
+        def save_checkpoint(iteration: int, *args: Any, **options: Any) -> Any:
+            self._saves += 1
+            if self._saves == self._before_save:
+                self.saved = {"iteration": iteration} | self._digest()
+            return save(iteration, *args, **options)
+
+        loop.setup_model_and_optimizer = setup_model_and_optimizer
+        loop.save_checkpoint = save_checkpoint
+
+    def _digest(self) -> dict[str, Any]:
+        begin, digest, tensors, size = time.perf_counter(), hashlib.sha256(), 0, 0
+        assert self._working is not None
+        for name, tensor in _state(*self._working):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(_uint8()).numpy())
+            tensors, size = tensors + 1, size + tensor.nbytes
+        seconds = time.perf_counter() - begin
+        return {"sha256": digest.hexdigest(), "tensors": tensors, "bytes": size, "seconds": seconds}
+
+
+def _uint8() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def _state(model: list[Any], optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yields all parameters and buffers, and the main parameters and moments of each inner optimizer."""
+    for index, chunk in enumerate(model):
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            yield f"model {index} {name}", tensor
+    for link, chained in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        inner = chained.optimizer
+        for index, group in enumerate(inner.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                yield f"optimizer {link}.{index}.{position}", parameter
+                for key in ("exp_avg", "exp_avg_sq"):
+                    yield f"optimizer {link}.{index}.{position} {key}", inner.state[parameter][key]
+
+
+if __name__ == "__main__":
+    main()

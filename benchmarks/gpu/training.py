@@ -1,0 +1,222 @@
+"""Measures what a save costs training in Megatron's own loop on the GPU, and that it resumes with every bit.
+
+Blocks of iterations with one save and blocks without take turns in one process; a block with a save is
+compared with the two beside it. Each way to save has a process of its own, one after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.context import Part
+from benchmarks.gpu.environment import IS_FAKE, ROOT
+from benchmarks.gpu.memory import NO_TMPFS, tmpfs
+from benchmarks.training.runs import FORMATS, Model, Span, checkpoint_bytes, outermost
+
+_ARGUMENTS = ROOT / "recipes" / "tiny.args"
+_MODEL = Model(2, 64, 32) if IS_FAKE else Model(24, 1024, 1024)
+_BATCH = "1 2 4" if IS_FAKE else "4 16 16"  # micro-batch, global batch, attention heads
+_CHECKPOINT_BYTES = 14 * 12 * 24 * 1024 * 1024  # bf16 parameters, and fp32 ones with two moments; about
+_BLOCK = 6  # iterations
+_DIGESTED = 2  # the save before which the state is digested; nothing up to it counts
+_LOG_TAIL = 1500
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training: a way to save, where, and for how many blocks of iterations."""
+
+    way: str
+    arguments: list[str]
+    blocks: int
+    on_tmpfs: bool
+    is_resumed: bool = False  # from a checkpoint whose state was digested, which must come back
+
+    @property
+    def name(self) -> str:
+        """As in the results."""
+        return f"{self.way}, {'tmpfs' if self.on_tmpfs else 'disk'}"
+
+
+def measure_training(part: Part) -> None:
+    """Reports iterations, held times by part and what saves cost, by way to save; then an exact resume."""
+    try:
+        import megatron.training  # noqa: F401
+    except ImportError as error:
+        part.report(status=f"left out: megatron.training does not import here ({error})")
+        return
+    model = dataclasses.asdict(_MODEL)
+    part.report(model=model, batch=_BATCH, block=_BLOCK, ways={}, failed={})
+    left_out: list[str] = []
+    ways: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    with tmpfs(part.folder, 1 << 20 if part.is_small else 6 * _CHECKPOINT_BYTES) as memory:
+        if memory is None:
+            left_out.append(NO_TMPFS)
+        for run in _runs():
+            folder = memory if run.on_tmpfs else part.folder
+            remaining = part.deadline - time.monotonic()
+            if folder is None or remaining < 20:
+                left_out.append(f"{run.name}: no {'time' if folder else 'tmpfs'}")
+                continue
+            try:
+                ways[run.name] = _measure(run, folder, remaining)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                failed[run.name] = str(error)[-_LOG_TAIL:]
+            part.report(ways=ways, failed=failed, left_out=left_out)
+    if failed:
+        raise RuntimeError(f"training failed: {', '.join(failed)}; the last: {failed.popitem()[1]}")
+
+
+def _runs() -> list[Run]:
+    """Returns all runs, the most telling first."""
+    ours = FORMATS["datastates async"]
+    theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
+    runs = [
+        Run("datastates async", ours, 7 if IS_FAKE else 11, on_tmpfs=True, is_resumed=True),
+        Run("torch_dist async", [*theirs, "--async-save"], 7, on_tmpfs=True),
+        Run("datastates async", ours, 9, on_tmpfs=False, is_resumed=True),
+        Run("torch_dist", theirs, 7, on_tmpfs=True),
+        Run("datastates", FORMATS["datastates"], 7, on_tmpfs=True),
+    ]
+    if IS_FAKE:  # processes that Megatron spawns have no stand-ins for a GPU
+        del runs[1]
+    return runs
+
+
+def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
+    begin, checkpoints = time.monotonic(), folder / "training"
+    try:
+        options = ["--save-blocks", str(_BLOCK)]
+        is_ours = "datastates" in run.arguments
+        if run.is_resumed:
+            options += ["--digest-save", str(_DIGESTED)]
+        arguments = [*run.arguments, "--save", str(checkpoints)]
+        found = _train(folder, options, run.blocks * _BLOCK + 1, arguments, seconds)
+        size, saves = checkpoint_bytes(checkpoints) if is_ours else _their_bytes(checkpoints)
+        result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1)
+        result |= {"checkpoint_bytes": size, "checkpoints": saves}
+        expected = run.blocks // 2 + 1  # the last iteration ends with one, too
+        if saves != expected:
+            raise RuntimeError(f"expected {expected} complete checkpoints, found {saves}")
+        if run.is_resumed:
+            result["resume"] = _resume(run, folder, checkpoints, found["saved"], begin + seconds)
+        return result
+    finally:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+
+
+def _resume(run: Run, folder: Path, checkpoints: Path, saved: dict[str, Any], end: float) -> dict[str, Any]:
+    """Loads the checkpoint whose state was digested before it was saved; raises if one bit differs."""
+    arguments = [*run.arguments, "--load", str(checkpoints), "--ckpt-step", str(saved["iteration"])]
+    arguments += ["--override-opt_param-scheduler"]  # for the run is shorter
+    iterations = saved["iteration"] + 2
+    found = _train(folder, ["--digest-load"], iterations, arguments, end - time.monotonic())
+    loaded = found["loaded"]
+    same = ("iteration", "sha256", "tensors", "bytes")
+    if any(saved[key] != loaded[key] for key in same):
+        raise RuntimeError(f"the resumed state is not what was saved: saved {saved}, loaded {loaded}")
+    load = found["spans"]["load"][0]
+    return {"is_exact": True, "load_seconds": load[1] - load[0], **{key: loaded[key] for key in same}}
+
+
+def _train(
+    folder: Path, options: list[str], iterations: int, arguments: list[str], seconds: float
+) -> dict[str, Any]:
+    """Trains in a process of its own; returns its record.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    record, log = folder / "record.json", folder / "training.log"
+    words = [word for word in _ARGUMENTS.read_text().split() if IS_FAKE or word != "--use-cpu-initialization"]
+    micro, whole, heads = _BATCH.split()
+    words += [*_MODEL.arguments, "--num-attention-heads", heads]
+    words += ["--micro-batch-size", micro, "--global-batch-size", whole]
+    words += ["--train-iters", str(iterations), "--lr-decay-iters", "1000", "--log-interval", "1000"]
+    words += ["--distributed-backend", "gloo" if IS_FAKE else "nccl", *arguments]
+    options = ["--record", str(record), *options]
+    command = [sys.executable, "-m", "benchmarks.gpu.trainer", *options, "--", *words]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"TORCHDYNAMO_DISABLE": "1"}  # compiling would take longer than the training
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        with log.open("wb") as out:
+            ended = subprocess.run(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | place,
+                cwd=ROOT,
+                timeout=max(seconds, 1.0),
+            )
+        if ended.returncode or not record.exists():
+            text = log.read_text(errors="replace")
+            raise RuntimeError(f"training ended with {ended.returncode}; its log ends:\n{text[-_LOG_TAIL:]}")
+        return dict(json.loads(record.read_text()))
+    finally:
+        record.unlink(missing_ok=True)
+
+
+def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK) -> dict[str, Any]:
+    """Returns medians over the blocks whose saves count: held time by part, and what a save costs, in ms.
+
+    Args:
+        spans: as benchmarks.training.rank records them; in every other block, the first iteration ends with
+            a save.
+        uncounted: how many saves, the first ones, do not count.
+        block: iterations of one.
+    """
+    begins = [begin for begin, _ in spans["step"]]
+    iterations = [after - before for before, after in pairwise(begins)]
+    sums = [sum(iterations[at : at + block]) for at in range(0, len(iterations) - block + 1, block)]
+    saves = spans["save"]
+    costs, held = [], []
+    for number, at in enumerate(range(1, len(sums) - 1, 2)):
+        if number < uncounted:
+            continue
+        costs.append(sums[at] - (sums[at - 1] + sums[at + 1]) / 2)
+        begin, end = saves[number][0], begins[(at + 2) * block]
+        parts = {
+            name: sum(b - a for a, b in outermost(spans, name) if begin <= a < end)
+            for name in ("save", "poll", "fence")
+        }
+        held.append(parts | {"held": sum(parts.values())})
+    plain = [iterations[at * block : (at + 1) * block] for at in range(2, len(sums), 2)]
+    middle = {name: 1e3 * statistics.median(one[name] for one in held) for name in held[0]}
+    iteration = 1e3 * statistics.median(seconds for one in plain for seconds in one)
+    return {
+        "saves": len(held),
+        "iteration_ms": iteration,
+        "held_ms": middle.pop("held"),
+        "held_ms_most": 1e3 * max(one["held"] for one in held),
+        "parts_ms": middle,
+        "cost_ms": 1e3 * statistics.median(costs),
+        "cost_ms_spread": [1e3 * min(costs), 1e3 * max(costs)],
+        "cost_of_an_iteration": 1e3 * statistics.median(costs) / iteration,
+        "first_save_ms": 1e3 * (saves[0][1] - saves[0][0]),
+    }
+
+
+def _their_bytes(checkpoints: Path) -> tuple[int, int]:
+    """Returns the bytes of the last torch_dist checkpoint, and how many there are."""
+    complete = sorted(path.parent for path in checkpoints.glob("iter_*/.metadata"))
+    return sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0, len(complete)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
