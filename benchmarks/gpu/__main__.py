@@ -29,7 +29,8 @@ Measures what a save costs a GPU that trains.
 
 Runs each part (tests, training, held time, copies, steps, loads, page-locking, Megatron's ways) in its own
 process and within its own time limit. Writes one JSON file, anew after each part, and prints a table. Two
-calls (--call) make a whole: once the files of both are in one folder they are merged, automatically or by --merge."""
+calls (--call) make a whole: once the files of both are in one folder they are merged, by themselves or by
+--merge."""
 _EXAMPLES = """\
 examples:
   benchmarks/gpu/run.sh --call 1          prepares the machine first; see benchmarks/gpu/run.sh --help
