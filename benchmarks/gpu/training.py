@@ -84,9 +84,9 @@ def _runs() -> list[Run]:
     ours = FORMATS["datastates async"]
     theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
     runs = [
-        Run("datastates async", ours, 7 if IS_FAKE else 11, on_tmpfs=True, is_resumed=True),
+        Run("datastates async", ours, 7 if IS_FAKE else 11, on_tmpfs=False, is_resumed=True),
         Run("torch_dist async", [*theirs, "--async-save"], 7, on_tmpfs=True),
-        Run("datastates async", ours, 9, on_tmpfs=False, is_resumed=True),
+        Run("datastates async", ours, 9, on_tmpfs=True, is_resumed=True),
         Run("torch_dist", theirs, 7, on_tmpfs=True),
         Run("datastates", FORMATS["datastates"], 7, on_tmpfs=True),
     ]
@@ -96,17 +96,20 @@ def _runs() -> list[Run]:
 
 
 def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
-    begin, checkpoints = time.monotonic(), folder / "training"
+    begin, checkpoints, report = time.monotonic(), folder / "training", folder / "report.jsonl"
     try:
         options = ["--save-blocks", str(_BLOCK)]
         is_ours = "datastates" in run.arguments
         if run.is_resumed:
             options += ["--digest-save", str(_DIGESTED)]
         arguments = [*run.arguments, "--save", str(checkpoints)]
+        arguments += ["--datastates-report-file", str(report)] if is_ours else []
         found = _train(folder, options, run.blocks * _BLOCK + 1, arguments, seconds)
         size, saves = checkpoint_bytes(checkpoints) if is_ours else _their_bytes(checkpoints)
         result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1)
         result |= {"checkpoint_bytes": size, "checkpoints": saves}
+        if report.exists():
+            result["report"] = [json.loads(line) for line in report.read_text().splitlines()]
         expected = run.blocks // 2 + 1  # the last iteration ends with one, too
         if saves != expected:
             raise RuntimeError(f"expected {expected} complete checkpoints, found {saves}")
@@ -115,6 +118,7 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         return result
     finally:
         shutil.rmtree(checkpoints, ignore_errors=True)
+        report.unlink(missing_ok=True)
 
 
 def _resume(run: Run, folder: Path, checkpoints: Path, saved: dict[str, Any], end: float) -> dict[str, Any]:
@@ -207,6 +211,8 @@ def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK)
         "cost_ms_spread": [1e3 * min(costs), 1e3 * max(costs)],
         "cost_of_an_iteration": 1e3 * statistics.median(costs) / iteration,
         "first_save_ms": 1e3 * (saves[0][1] - saves[0][0]),
+        "held_ms_by_save": [{name: 1e3 * seconds for name, seconds in one.items()} for one in held],
+        "iterations_ms": [1e3 * seconds for seconds in iterations],
     }
 
 
