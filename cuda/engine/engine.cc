@@ -147,12 +147,11 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     jobs_.push_back(job);
   }
   QueuedBatch queued{job, std::make_shared<const Batch>(std::move(batch))};
-  queued.opens = job->writes();
   queued.looks = options_.tripwire && !options_.paranoid && HasLazyHostSpans(*queued.batch);
-  queued.reserve_bytes = reserve_bytes;
   queued.lazy_from = DeadlineAfter(lazy_seconds);
   job->BeginTask();  // so that the job is not released before everything is queued
   try {
+    if (job->writes()) QueueOpening(job, reserve_bytes);
     if (options_.tripwire) TakeSamples(job, *queued.batch);
     if (options_.paranoid) {
       QueuedBatch first_pass{job, queued.batch};
@@ -198,6 +197,14 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
   job->EndRead();
 }
 
+void Engine::QueueOpening(const std::shared_ptr<SaveJob>& job, uint64_t reserve_bytes) {
+  const MutexLock lock(mutex_);
+  if (stop_staging_) return job->Cancel(kClosed);
+  openings_.push_back({job, reserve_bytes});
+  job->BeginTask();
+  write_wake_.NotifyOne();
+}
+
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
   QueuedBatch queued{job, std::make_shared<const Batch>(std::move(batch))};
   queued.appended = true;
@@ -208,7 +215,7 @@ void Engine::Queue(QueuedBatch queued) {
   SaveJob& job = *queued.job;
   const MutexLock lock(mutex_);
   if (stop_staging_) return job.Cancel(kClosed);
-  if (queued.batch->chunks().empty() && !queued.opens) return;
+  if (queued.batch->chunks().empty()) return;
   if (queued.first_pass) job.MakeRoomForFirstPass(*queued.batch);
   blocked_.reserve(queue_.size() + 1);
   queue_.push_back(std::move(queued));

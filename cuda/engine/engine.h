@@ -5,8 +5,9 @@
 //     bring it to `enqueued`. Chunks in host memory are copied then, and so are `staged` at the same time.
 //   ds-await (one): waits, in the order of the stream, for the device copies of each chunk, which are then
 //     `staged`, independently of the disk.
-//   ds-write (write_threads): verify chunks, write them to the file and return their slots, which brings the
-//     save to `written`; a footer makes it `durable`. Publishing is Python's.
+//   ds-write (write_threads): open files, verify chunks, write them and return their slots, which brings the
+//     save to `written`; a footer makes it `durable`. Publishing is Python's. Opening and reserving may take
+//     seconds on a busy file system, and as long as a copy in tmpfs: staging does not wait for it.
 //
 // The threads hand chunks over through queues, so a full pool delays staging and nothing else (staging/pool.h
 // shows why it cannot deadlock).
@@ -65,7 +66,7 @@ class Engine {
   // has. Without this, the first device save does it. Throws no Failure: that save would report it.
   bool PageLockPool();
 
-  // Begins a data file at `path` with `batch`; `reserve_bytes` are reserved on disk before the first copy.
+  // Begins a data file at `path` with `batch`; `reserve_bytes` are reserved on disk before the first write.
   // Takes samples of lazy spans and returns at once. Device spans need `trainer`, the stream that last wrote
   // their sources; the calling thread's CUDA context is used. Lazy copies begin after `lazy_seconds`, or as
   // AllowLazyCopies says: a trainer that synchronizes the device right after the save would wait for every
@@ -97,11 +98,9 @@ class Engine {
     std::shared_ptr<SaveJob> job;
     std::shared_ptr<const Batch> batch;
     size_t next = 0;
-    uint64_t reserve_bytes = 0;
     Clock::time_point lazy_from{};  // when lazy chunks may be copied
-    bool opens = false;             // the file has yet to be opened, before the first chunk
     bool looks = false;             // the tripwire's second look is due, before the first lazy chunk
-    bool busy = false;              // a thread opens the file or looks; others take the next batch
+    bool busy = false;              // a thread looks; others take the next batch
     bool appended = false;          // added to a file that was begun; see TakeTask
     // The first of two passes: chunks are only checksummed. The job's other batches wait for its end.
     bool first_pass = false;
@@ -119,6 +118,11 @@ class Engine {
     FilledChunk filled;  // samples have no batch
     DeviceCopier::Place place;
   };
+  // A file that is to be opened before anything of the job is written.
+  struct Opening {
+    std::shared_ptr<SaveJob> job;
+    uint64_t reserve_bytes;
+  };
   struct Footer {
     std::shared_ptr<SaveJob> job;
     std::string bytes;
@@ -126,18 +130,21 @@ class Engine {
   };
 
   void TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch);
+  void QueueOpening(const std::shared_ptr<SaveJob>& job, uint64_t reserve_bytes);
   void Queue(QueuedBatch queued);
   void StageLoop();
   void AwaitLoop();
   void WriteLoop();
-  enum class Task { kOpen, kLook, kStage };
+  enum class Task { kLook, kStage };
   bool TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) REQUIRES(mutex_);
   std::deque<QueuedBatch>::iterator Choose(Clock::time_point* later) REQUIRES(mutex_);
   static Task NextOf(const QueuedBatch& queued);
   bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.
   bool AwaitEnd(const int& threads, Clock::time_point deadline) REQUIRES(mutex_);
-  void OpenFile(const QueuedBatch& queued);
+  template <typename Item>
+  static typename std::deque<Item>::iterator FirstReady(std::deque<Item>& items);
+  void OpenFile(const Opening& opening);
   void Look(const QueuedBatch& queued);
   std::deque<QueuedBatch>::iterator Find(const QueuedBatch& taken) REQUIRES(mutex_);
   void Stage(const QueuedBatch& queued);
@@ -170,6 +177,7 @@ class Engine {
   std::vector<const SaveJob*> blocked_ GUARDED_BY(mutex_);  // in Choose; has room for every batch of queue_
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
+  std::deque<Opening> openings_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<SaveJob>> jobs_ GUARDED_BY(mutex_);
   bool appended_next_ GUARDED_BY(mutex_) = true;  // of an appended and a lazy chunk, take the appended one

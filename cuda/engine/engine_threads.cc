@@ -14,7 +14,8 @@
 namespace datastates {
 namespace {
 
-// How often a staging thread checks, at least, whether a lazy chunk may be copied.
+// How often a staging thread checks, at least, whether a lazy chunk may be copied, and a writing thread
+// whether a job without a file has failed.
 constexpr auto kPollInterval = std::chrono::milliseconds(100);
 
 // An aligned copy of the footer in memory of its own, so that sealing a file never waits for a slot.
@@ -32,7 +33,6 @@ class AlignedCopy {
 }  // namespace
 
 Engine::Task Engine::NextOf(const QueuedBatch& queued) {
-  if (queued.opens) return Task::kOpen;
   const bool looks = queued.looks && !queued.batch->chunks()[queued.next].eager;
   return looks ? Task::kLook : Task::kStage;
 }
@@ -46,8 +46,8 @@ bool Engine::MustWait(const QueuedBatch& queued) const {
 // Returns the batch whose next chunk, or the task that comes before it, is due; the end of the queue if none
 // is. That is the first in the queue, except that of lazy and appended chunks each kind is taken in turn: the
 // first ones hold up the next fence, the others the thread that serializes them. A job is passed over as long
-// as its file is being opened, its sources are being looked at, or its first pass is ending. If its next
-// chunk must wait (at most until `later`), only appended ones may overtake it.
+// as its sources are being looked at, or its first pass is ending. If its next chunk must wait (at most until
+// `later`), only appended ones may overtake it.
 std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* later) {
   blocked_.clear();
   auto lazy = queue_.end(), appended = queue_.end();
@@ -64,7 +64,7 @@ std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* late
     } else if (lazy == queue_.end() && appended == queue_.end()) {
       return at;
     } else {
-      blocked_.push_back(at->job.get());  // what is appended to a file comes after its opening
+      blocked_.push_back(at->job.get());
     }
   }
   if (lazy == queue_.end() || appended == queue_.end()) return lazy == queue_.end() ? appended : lazy;
@@ -106,9 +106,6 @@ void Engine::StageLoop() {
     }
     lock.Unlock();
     switch (task) {
-      case Task::kOpen:
-        OpenFile(taken);
-        break;
       case Task::kLook:
         Look(taken);
         break;
@@ -120,22 +117,6 @@ void Engine::StageLoop() {
   }
   --staging_;
   ended_.NotifyAll();
-}
-
-void Engine::OpenFile(const QueuedBatch& queued) {
-  try {
-    if (!queued.job->failed()) queued.job->Open(queued.reserve_bytes, options_.discard, &faults_);
-  } catch (const std::exception& error) {
-    queued.job->FailIn("open", error);
-  }
-  const MutexLock lock(mutex_);
-  const auto at = Find(queued);
-  at->opens = at->busy = false;
-  if (at->batch->chunks().empty()) {
-    at->job->EndTask();
-    queue_.erase(at);
-  }
-  stage_wake_.NotifyAll();
 }
 
 void Engine::Look(const QueuedBatch& queued) {
@@ -311,20 +292,30 @@ void Engine::WriteLoop() {
   MutexLock lock(mutex_);
   ++writing_;
   while (true) {
-    if (!footers_.empty()) {  // first, so that a save does not wait for the data of the next one
-      Footer footer = std::move(footers_.front());
-      footers_.pop_front();
+    // Footers come first, so that a save does not wait for the data of the next one.
+    if (const auto footer = FirstReady(footers_); footer != footers_.end()) {
+      Footer taken = std::move(*footer);
+      footers_.erase(footer);
       lock.Unlock();
-      WriteFooter(footer);
-      footer = Footer();
+      WriteFooter(taken);
+      taken = Footer();
       lock.Lock();
-    } else if (!filled_.empty()) {
-      FilledChunk chunk = std::move(filled_.front());
-      filled_.pop_front();
+    } else if (!openings_.empty()) {
+      Opening taken = std::move(openings_.front());
+      openings_.pop_front();
       lock.Unlock();
-      Write(std::move(chunk));
-      chunk = FilledChunk();
+      OpenFile(taken);
+      taken = Opening();
       lock.Lock();
+    } else if (const auto chunk = FirstReady(filled_); chunk != filled_.end()) {
+      FilledChunk taken = std::move(*chunk);
+      filled_.erase(chunk);
+      lock.Unlock();
+      Write(std::move(taken));
+      taken = FilledChunk();
+      lock.Lock();
+    } else if (!footers_.empty() || !filled_.empty()) {
+      write_wake_.WaitUntil(mutex_, Clock::now() + kPollInterval);  // a job that fails wakes no thread
     } else if (stop_writing_) {
       break;
     } else {
@@ -333,6 +324,29 @@ void Engine::WriteLoop() {
   }
   --writing_;
   ended_.NotifyAll();
+}
+
+// Returns the first whose job has its file or has failed; the end if there is none.
+template <typename Item>
+typename std::deque<Item>::iterator Engine::FirstReady(std::deque<Item>& items) {
+  const SaveJob* unready = nullptr;  // there are thousands of chunks, but few jobs
+  return std::find_if(items.begin(), items.end(), [&](const Item& item) {
+    if (item.job.get() == unready) return false;
+    if (item.job->IsReadyToWrite()) return true;
+    unready = item.job.get();
+    return false;
+  });
+}
+
+void Engine::OpenFile(const Opening& opening) {
+  try {
+    if (!opening.job->failed()) opening.job->Open(opening.reserve_bytes, options_.discard, &faults_);
+  } catch (const std::exception& error) {
+    opening.job->FailIn("open", error);
+  }
+  opening.job->EndTask();
+  const MutexLock lock(mutex_);
+  write_wake_.NotifyAll();
 }
 
 void Engine::Write(FilledChunk filled) {

@@ -267,6 +267,11 @@ void SaveJob::Open(uint64_t reserve_bytes, bool discard, Faults* faults) {
   status_.reserved_at = Elapsed();
 }
 
+bool SaveJob::IsReadyToWrite() const {
+  const MutexLock lock(mutex_);
+  return status_.reserved_at >= 0 || failure_ || !writes();
+}
+
 void SaveJob::CountEnqueued(const Batch& batch, const Batch::Chunk& chunk) {
   const MutexLock lock(mutex_);
   if (chunk.eager) --eager_left_;

@@ -115,6 +115,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void CountPlanned(const Batch& batch);
   void CloseInput();
   void Open(uint64_t reserve_bytes, bool discard, Faults* faults);
+  // Whether Open is over, or nothing is to be written.
+  bool IsReadyToWrite() const;
   void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
   void CountStaged(const Batch& batch, const Batch::Chunk& chunk);
   // Writes the chunk, or only takes its digests. `parts` are its checksums, if they have been taken.

@@ -2,7 +2,7 @@
 //
 // Protocol of durability (the caller keeps the order):
 //   1. Create: missing directories are made; O_EXCL, so nothing is ever overwritten.
-//   2. Reserve: space is reserved before the first copy, so a full disk is found here.
+//   2. Reserve: space is reserved before the first write, so a full disk is found here.
 //   3. WriteAt: aligned data, then the footer; direct I/O where the file system accepts it.
 //   4. Truncate to the final size, Sync the file, Sync every directory that was made and the one that
 //      holds the file. Only then may the file be reported as durable.

@@ -12,7 +12,7 @@ from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually
 
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 64  # cuda/device/copier.h
-MOST_BYTES_IN_FLIGHT = 32 << 20
+MOST_BYTES_IN_FLIGHT = 8 << 20
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
 NEVER = 60.0  # seconds; longer than a test
 

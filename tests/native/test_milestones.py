@@ -128,7 +128,7 @@ def test_a_cancelled_save_leaves_no_file_and_no_slot(engines: Engines, tmp_path:
 
 
 def test_a_save_cancelled_before_it_began_makes_no_file(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, copy_threads=1, faults="open:1:stall=150")
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, write_threads=1, faults="open:1:stall=150")
     first = Save(engine, tmp_path / "first", [Copy(random_bytes(ALIGNMENT), 0)])
     second = Save(engine, tmp_path / "second", [Copy(random_bytes(ALIGNMENT), 0)])
     second.job.cancel("never mind")
@@ -204,12 +204,44 @@ def save_written(engine: native.Engine, path: Path) -> Save:
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(copy_threads=2, faults="open:1:stall=1000")
-    slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(ALIGNMENT), 0)])
+    """As long as there is a slot: the pool is as large as the largest shard."""
+    engine = engines(write_threads=2, faults="open:1:stall=1000")
+    slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(ALIGNMENT), 0)], reserve=MIB)
     time.sleep(0.02)
     save_whole(engine, tmp_path / "quick", [Copy(random_bytes(ALIGNMENT), 0)])
     assert slow.status["reserved_at"] < 0
     slow.finish()
+
+
+@pytest.mark.parametrize("faults", ["open:1:stall=1000", "reserve:1:stall=1000"])
+def test_staging_does_not_wait_for_the_file(engines: Engines, tmp_path: Path, faults: str) -> None:
+    """A trainer waits for what is eager, and its fence for the rest: not for a busy file system."""
+    save = Save(engines(most_slots=64, faults=faults), tmp_path / "data", [Copy(random_bytes(2 * MIB), 0)])
+    save.append([Copy(random_bytes(10), 2 * MIB)])
+    for milestone in (Milestone.EAGER, Milestone.STAGED, Milestone.APPENDED):
+        save.expect(milestone)
+    assert save.status["reserved_at"] < 0 and save.status["bytes_written"] == 0
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_save_that_ends_before_it_has_a_file_gives_its_slots_back(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, write_threads=2, faults="open:1:stall=3000")
+    slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(10 * ALIGNMENT), 0)])
+    assert not slow.reaches(Milestone.STAGED, 0.1)  # it has both slots
+    slow.job.cancel("enough")
+    save_whole(engine, tmp_path / "next", [Copy(random_bytes(10 * ALIGNMENT), 0)])
+    assert slow.status["reserved_at"] < 0
+    assert slow.failure() == "cancelled: enough"
+    slow.job.remove()
+    assert os.listdir(tmp_path) == ["next"]
+
+
+def test_a_save_without_a_byte_has_a_file_all_the_same(engines: Engines, tmp_path: Path) -> None:
+    """Its footer may come before its file is open."""
+    save = Save(engines(faults="open:1:stall=300"), tmp_path / "data", [])
+    save.finish()
+    assert save.path.read_bytes() == FOOTER
 
 
 @pytest.mark.parametrize("faults", ["", "write:0:stall=50", "open:1:stall=300", "sync:1:stall=300"])

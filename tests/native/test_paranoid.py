@@ -11,10 +11,11 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import Copy, Engines, Save, random_bytes, save_whole
 from tests.native.tearing import SLOT, change, torn_at
 
+NEVER = 60.0  # seconds; longer than a test
+
 
 def paranoid_engine(engines: Engines, **options: object) -> native.Engine:
-    """Opens its file, which comes between the two copies, only when a test has had time for its changes."""
-    return engines(slot_bytes=SLOT, paranoid=True, **({"faults": "open:1:stall=1500"} | options))
+    return engines(slot_bytes=SLOT, paranoid=True, **options)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -24,9 +25,10 @@ def test_one_bit_between_the_samples_is_found_by_whole_checksums(
 ) -> None:
     copy = Copy(random_bytes(20 * SLOT), 64, device=device)
     engine = paranoid_engine(device_engines, most_slots=slots)
-    save = Save(engine, tmp_path / "data", [copy], stream=cuda.new_stream())
+    save = Save(engine, tmp_path / "data", [copy], stream=cuda.new_stream(), lazy_seconds=NEVER)
     save.expect(Milestone.EAGER)
-    change(copy, 12 * SLOT + SLOT // 2, 1)
+    change(copy, 12 * SLOT + SLOT // 2, 1)  # between the two copies
+    engine.allow_lazy_copies(save.job, 0)
     assert torn_at(save) == 12 * SLOT
     assert save.status["torn_bytes"] == SLOT
 
@@ -36,16 +38,17 @@ def test_first_copy_is_whole_before_the_trainer_goes_on(
 ) -> None:
     trainer, copy = cuda.new_stream(), Copy(random_bytes(20 * SLOT), 0, device=True)
     engine = paranoid_engine(device_engines, most_slots=2, tripwire=False)
-    save = Save(engine, tmp_path / "data", [copy], stream=trainer)
+    save = Save(engine, tmp_path / "data", [copy], stream=trainer, lazy_seconds=NEVER)
     save.expect(Milestone.EAGER)
     assert len([line for line in cuda.log() if line.startswith("ran copy")]) == 20
     assert save.status["bytes_staged"] == 0 and not save.reaches(Milestone.ENQUEUED, 0)
+    engine.allow_lazy_copies(save.job, 0)
     save.finish()
     save.assert_stored()
 
 
 def test_checksums_of_several_saves_are_kept_apart(engines: Engines, tmp_path: Path) -> None:
-    engine = paranoid_engine(engines, most_slots=2, faults="")
+    engine = paranoid_engine(engines, most_slots=2)
     saves = [
         Save(engine, tmp_path / str(i), [Copy(random_bytes(30 * SLOT - i, i), 64 * i)]) for i in range(4)
     ]
@@ -58,12 +61,13 @@ def test_checksums_of_several_saves_are_kept_apart(engines: Engines, tmp_path: P
 def test_save_cancelled_in_its_first_copy_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, device: bool
 ) -> None:
-    engine = paranoid_engine(device_engines, most_slots=2, faults="", copy_limit=100 * SLOT)
+    engine = paranoid_engine(device_engines, most_slots=2, copy_limit=100 * SLOT)
     copies, stream = [Copy(random_bytes(100 * SLOT), 0, device=device)], cuda.new_stream()
     save = Save(engine, tmp_path / "data", copies, stream=stream)
     assert not save.reaches(Milestone.EAGER, 0.1)
     save.job.cancel("enough")
     assert save.failure() == "cancelled: enough"
+    save.job.remove()
     assert os.listdir(tmp_path) == []
     save_whole(engine, tmp_path / "next", [Copy(random_bytes(SLOT), 0, device=device)], stream=stream)
 
@@ -73,7 +77,7 @@ def test_save_cancelled_in_its_first_copy_is_released(
 def test_device_that_fails_in_the_first_copy_fails_the_save(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str, nth: int
 ) -> None:
-    engine = paranoid_engine(device_engines, most_slots=2, faults="", tripwire=False)
+    engine = paranoid_engine(device_engines, most_slots=2, tripwire=False)
     copies, stream = [Copy(random_bytes(9 * SLOT), 0, device=True)], cuda.new_stream()
     cuda.fail(call, nth)
     save = Save(engine, tmp_path / "data", copies, stream=stream)

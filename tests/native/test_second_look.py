@@ -243,10 +243,14 @@ def test_eager_sources_do_not_wait_for_the_look(
     save.assert_stored()
 
 
-def test_sources_of_a_save_that_has_failed_are_not_looked_at(engines: Engines, tmp_path: Path) -> None:
+def test_sources_of_a_save_that_has_failed_are_not_looked_at(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
     """Once it has failed they may be freed: no read of them may begin."""
-    engine = engines(slot_bytes=SLOT, faults="open:1:EIO")
-    save = Save(engine, tmp_path / "data", [Copy(random_bytes(9 * SLOT), 0)])
+    engine = device_engines(slot_bytes=SLOT, copy_threads=1, faults="open:2:EIO")
+    with held(cuda, engine, tmp_path):
+        save = Save(engine, tmp_path / "data", [Copy(random_bytes(9 * SLOT), 0)])
+        eventually(lambda: save.error, "the file is not opened")
     assert save.failure().startswith("open")
     assert save.status["looked_at"] == -1
 

@@ -175,11 +175,11 @@ def test_durable_comes_after_the_sync(engines: Engines, tmp_path: Path) -> None:
     save.expect(Milestone.DURABLE)
 
 
-def test_a_full_disk_is_found_before_the_first_copy(engines: Engines, tmp_path: Path) -> None:
+def test_a_full_disk_is_found_before_the_first_write(engines: Engines, tmp_path: Path) -> None:
     save = Save(engines(faults="reserve:1:ENOSPC"), tmp_path / "data", COPIES, reserve=12345678)
     error = save.failure()
     assert error.startswith("reserve") and "12345678 bytes" in error and os.strerror(errno.ENOSPC) in error
-    assert save.status["bytes_staged"] == 0
+    assert save.status["bytes_written"] == 0
     save.job.remove()
     assert not save.path.exists()
 
@@ -233,7 +233,7 @@ def test_a_disk_that_is_really_full_fails_the_reservation(engines: Engines, smal
     source = random_bytes(MIB)
     save = Save(engine, small_disk / "data", [Copy(source, i * MIB) for i in range(8)])
     assert os.strerror(errno.ENOSPC) in save.failure()
-    assert save.status["bytes_staged"] == 0
+    assert save.status["bytes_written"] == 0
     save.job.remove()
     assert os.listdir(small_disk) == []
     save_whole(engine, small_disk / "smaller", [Copy(source, 0)])
