@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import shutil
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,18 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     eventually(lambda: near.is_in_place)
     eventually(lambda: published_in(nodes.near(0, 3)) == first)
     abandon(nodes)
+
+
+def test_a_failed_save_keeps_nothing_in_memory_of_what_was_sent(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, *({"faults": f"rename manifest:{save}:EIO"} for save in (2, 1)))
+    failed = nodes.save(1)
+    assert failed.outcome is Outcome.FAILED and failed.near is not None and failed.near.stores
+    near = weakref.ref(failed.near)
+    del failed
+    assert nodes.save(2).outcome is Outcome.FAILED  # the last one is not forgotten yet
+    gc.collect()
+    assert near() is None
+    nodes.close()
 
 
 def test_a_kill_while_an_iteration_is_saved_a_second_time_loses_nothing(

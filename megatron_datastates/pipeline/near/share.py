@@ -44,6 +44,28 @@ class _Offer(msgspec.Struct):
 _OFFER = msgspec.msgpack.Decoder(_Offer)
 
 
+class Storing:
+    """Whether this rank may store a save's small files, and the manifest that it has replaced, if any.
+
+    Outlives its NearShare, which holds all that the ranks have sent.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while the files are stored; guards the rest
+        self.is_withdrawn = False
+        self.replaced = b""
+
+    def withdraw(self) -> bytes:
+        """Keeps this rank from storing anything from now on, because the save has failed.
+
+        Another rank's failure may come while this one stores: waits until it has. Returns the manifest that
+        was there before; empty if there was none, or if this rank has not come so far.
+        """
+        with self.lock:
+            self.is_withdrawn = True
+            return self.replaced
+
+
 class NearShare:
     """This rank's part of publishing one save in the near tiers.
 
@@ -55,7 +77,7 @@ class NearShare:
         others: likewise, the content of the other files that the manifest names.
         needs_drain: some rank's files are in the checkpoint's directory already, so the rest must follow.
         is_in_place: whether the manifest is in its place, or may be; also after a failure.
-        replaced: the manifest of an earlier save of this iteration whose place it has taken; empty without.
+        storing: what is to know when the save has failed.
         copied: what this rank has copied from other nodes, if the options ask for copies.
     """
 
@@ -82,9 +104,7 @@ class NearShare:
         self.others: dict[str, bytes] = {}
         self.needs_drain = bool((records.columns["has_file"] & ~records.columns["is_near"]).any())
         self.is_in_place = False
-        self._replaced = b""  # the manifest that was there before
-        self._storing = threading.Lock()
-        self._is_withdrawn = False
+        self.storing = Storing()
         self.copied: Copied | None = None
         self._offer = b""  # on rank 0
         self._asked: PollableResult[bytes] | None = None
@@ -162,8 +182,8 @@ class NearShare:
         offer = _OFFER.decode(self._asked.result())
         manifest = Manifest.decode(offer.manifest, MANIFEST_NAME, is_own=True)
         if self.stores:
-            with self._storing:
-                if not self._is_withdrawn:
+            with self.storing.lock:
+                if not self.storing.is_withdrawn:
                     self._store(offer, manifest)
         if self._replicas is not None and self._context.near is not None:
             share = share_of(self._context.rank, self._records, manifest, self._replicas.count)
@@ -198,7 +218,7 @@ class NearShare:
         sync_above(folder)
         path = folder / MANIFEST_NAME
         with contextlib.suppress(OSError):
-            self._replaced = read_regular(path, MANIFEST_BYTES)
+            self.storing.replaced = read_regular(path, MANIFEST_BYTES)
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
         except OSError:
@@ -210,16 +230,6 @@ class NearShare:
         own = next(n for n, ranks in enumerate(ring) if ranks[0] == self._context.rank)
         nodes = [NodeEntry(self._records[ranks[0]].host_name, ranks) for ranks in ring]
         return Nodes(own, nodes)
-
-    def withdraw(self) -> bytes:
-        """Keeps this rank from storing anything from now on, because the save has failed.
-
-        Another rank's failure may come while this one stores: waits until it has. Returns the manifest that
-        was there before; empty if this rank has replaced none.
-        """
-        with self._storing:
-            self._is_withdrawn = True
-            return self._replaced
 
     def _note_renamed(self) -> None:
         self.is_in_place = True

@@ -194,7 +194,7 @@ class NearTier:
             failure = publication.save.failure if context.near is not None else None
             self._failure = "" if failure is None else printable(str(failure))
             if context.near is not None and near is not None and near.stores:
-                self.drain.note_failed(context.near, context.save_id, near.withdraw)
+                self.drain.note_failed(context.near, context.save_id, near.storing.withdraw)
             return
         self._note_job(context, origin, is_first, near is not None and near.stores)
         if near is None:
