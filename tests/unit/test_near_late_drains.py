@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import published_in
 from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs import history, runs
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import note_job
@@ -122,6 +125,22 @@ def fails_once(
     return failed
 
 
+def never_read(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, is_readable: threading.Event | None = None
+) -> list[Path]:
+    """Makes a manifest unreadable (until the event is set); returns a list that grows with each attempt."""
+    read, attempts = history.point_in, list[Path]()
+
+    def denied(directory: Path, iteration: int) -> object:
+        if directory == checkpoint and not (is_readable is not None and is_readable.is_set()):
+            attempts.append(directory)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        return read(directory, iteration)
+
+    monkeypatch.setattr(history, "point_in", denied)
+    return attempts
+
+
 @pytest.mark.parametrize("unreadable", ["", "point_in", "jobs_in"])
 def test_what_a_restart_in_the_process_has_saved_anew_stays(
     unreadable: str,
@@ -185,19 +204,27 @@ def test_a_later_jobs_checkpoint_stays_and_is_resumed_from(
     assert cluster.recover(old.run) == (None, "")
 
 
-@pytest.mark.parametrize("unreadable", ["", "tracker", "manifest", "list"])
-def test_a_late_drain_does_not_undo_a_rollback(
-    unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = with_tracker(Nodes(tmp_path))
+def rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retain_interval: int | None = None
+) -> tuple[Nodes, Nodes, threading.Event]:
+    """Returns a job whose drain is to publish iteration 100; the next one, which has saved 60; and a gate."""
+    old = with_tracker(Nodes(tmp_path), retain_interval)
     saved_before(old, 50)
     gate = publishing_held(old, monkeypatch)
     old.save(100)
     eventually(lambda: len(data_files(old.directory(100))) == 2)
-    new = with_tracker(next_job(tmp_path))
+    new = with_tracker(next_job(tmp_path), retain_interval)
     new.save(60, origin_in(new.directory(50), 50))  # --ckpt-step 50
     eventually(lambda: new.is_far(60) and tracked(new) == 60)
     new.close()
+    return old, new, gate
+
+
+@pytest.mark.parametrize("unreadable", ["", "tracker", "manifest", "list"])
+def test_a_late_drain_does_not_undo_a_rollback(
+    unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, gate = rolled_back(tmp_path, monkeypatch)
     whats = {
         "tracker": (runs, "read_regular", new.run / TRACKER_NAME),
         "manifest": (history, "point_in", new.directory(60)),
@@ -209,6 +236,40 @@ def test_a_late_drain_does_not_undo_a_rollback(
     assert old.is_far(100) and (has_failed is None or has_failed.is_set())
     assert tracked_iteration(new.run / TRACKER_NAME) == 60
     assert Cluster(monkeypatch, old.roots).recover(old.run)[0] is None
+
+
+def test_a_late_drain_that_could_not_publish_at_first_does_not_undo_a_rollback_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_PAUSES", (0.05,)), ("_LOOK_SECONDS", 0.05)):
+        monkeypatch.setattr(drain, name, value)
+    old, new, gate = rolled_back(tmp_path, monkeypatch)
+    publish, failures = DirectoryPublisher.publish, iter(range(drain._INSISTING_ATTEMPTS))
+
+    def full_at_first(self: DirectoryPublisher) -> None:
+        if next(failures, None) is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new.run))
+        publish(self)
+
+    monkeypatch.setattr(DirectoryPublisher, "publish", full_at_first)
+    has_failed = fails_once(monkeypatch, history, "point_in", new.directory(60))
+    gate.set()
+    old.close()
+    assert old.is_far(100) and has_failed.is_set() and tracked(old) == 60
+
+
+def test_what_cannot_be_read_is_not_deleted_where_few_checkpoints_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.05,))
+    old, new, gate = rolled_back(tmp_path, monkeypatch, 1000)
+    with monkeypatch.context() as patched:
+        never_read(patched, new.directory(60))
+        gate.set()
+        eventually(lambda: tracked(old) == 100)
+        old.close()
+    assert new.is_far(60)
+    new.check(60)
 
 
 def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_read(
@@ -229,15 +290,9 @@ def test_a_tracked_checkpoint_that_can_never_be_read_does_not_stop_the_tracker(
     saved_before(before, 1)
     before.close()
     nodes = with_tracker(next_job(tmp_path))
-    read, bad = history.point_in, nodes.directory(1)
-
-    def lost(directory: Path, iteration: int) -> object:
-        if directory == bad:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
-        return read(directory, iteration)
-
-    monkeypatch.setattr(history, "point_in", lost)
-    nodes.save(2, origin_in(bad, 1))
+    origin = origin_in(nodes.directory(1), 1)
+    never_read(monkeypatch, nodes.directory(1))
+    nodes.save(2, origin)
     eventually(lambda: nodes.is_far(2) and tracked(nodes) == 2)
     nodes.save(3)
     nodes.close()
@@ -250,14 +305,8 @@ def test_a_checkpoint_that_cannot_be_published_holds_up_no_newer_one(
     monkeypatch.setattr(drain, "_PAUSES", (0.05,))
     nodes = with_tracker(Nodes(tmp_path))
     saved_before(nodes, 1)
-    read, is_readable = history.point_in, threading.Event()
-
-    def denied(directory: Path, iteration: int) -> object:
-        if directory == nodes.directory(1) and not is_readable.is_set():
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
-        return read(directory, iteration)
-
-    monkeypatch.setattr(history, "point_in", denied)
+    is_readable = threading.Event()
+    never_read(monkeypatch, nodes.directory(1), is_readable)
     again = nodes.save(1).save.context.save_id
     for iteration in (2, 3):
         nodes.save(iteration)
@@ -272,6 +321,62 @@ def test_a_checkpoint_that_cannot_be_published_holds_up_no_newer_one(
     assert len([one for one in caplog.records if "is not published in" in one.message]) == 1
     for iteration in (1, 2, 3):
         nodes.check(iteration)
+
+
+def first_drain(nodes: Nodes) -> Drain:
+    near = nodes.ranks.savers[0].near
+    assert near is not None
+    return near.drain
+
+
+def test_saves_that_could_not_be_published_are_tried_again_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
+    nodes = with_tracker(Nodes(tmp_path))
+    saved_before(nodes, 1)
+    write, has_room = training_near.write_whole, threading.Event()
+
+    def full(path: Path, *more: Any) -> None:
+        if not has_room.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, *more)
+
+    monkeypatch.setattr(training_near, "write_whole", full)
+    nodes.save(2)
+    nodes.save(3)
+    failed = first_drain(nodes)._to_publish
+    eventually(lambda: [save.attempts for save in failed] == [1, 1])
+    has_room.set()
+    failed[0].failed_at = -math.inf
+    eventually(lambda: tracked(nodes) == 3)  # a kill before would have left it at 2
+    nodes.close()
+
+
+def test_a_save_that_lacks_files_does_not_end_the_pauses_of_others(
+    tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
+    nodes = with_tracker(Nodes(tmp_path))
+    saved_before(nodes, 1)
+    gate = held(nodes, 2)
+    nodes.save(2)
+    (lost,) = data_files(nodes.near(1, 2))
+    lost.unlink()
+    attempts, looks = never_read(monkeypatch, nodes.directory(3)), list[Path]()
+    missing = drain.missing_data_files
+
+    def counted(directory: Path, *more: Any) -> list[str]:
+        if attempts and directory == nodes.directory(2):
+            looks.append(directory)
+        return missing(directory, *more)
+
+    monkeypatch.setattr(drain, "missing_data_files", counted)
+    nodes.save(3)
+    gate.set()
+    eventually(lambda: len(looks) > 2)
+    assert len(attempts) == 1
+    abandon(nodes)
 
 
 def test_a_note_that_is_late_brings_nothing_back_that_the_next_job_went_on_from(

@@ -188,9 +188,10 @@ def _track(
         return  # a save that was drained later than the one that followed it
     before, is_later = None, False
     with contextlib.nullcontext() if is_retried else contextlib.suppress(OSError):
-        before = read_tracked(run / TRACKER_NAME)
-        if before and before != iteration:
-            is_later = _is_later(run / iteration_name(before), save_id, last_id)
+        named = read_tracked(run / TRACKER_NAME)
+        if named and named != iteration:
+            is_later = _is_later(run / iteration_name(named), save_id, last_id)
+        before = named  # last: what could not be read may be later, and is not deleted
     if is_later:
         logger.warning(
             "the tracker in %s goes on naming iteration %s, not %s: that is of a later save",

@@ -14,7 +14,6 @@ complete and cannot be published. What is not far when a job ends, the next one 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -50,7 +49,7 @@ _ROOM_SECONDS = 10.0  # between two looks for what rank 0 has published
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _LONGEST_PAUSE_AT_THE_END = 3.0
 _REPORTED_ATTEMPT = 3
-_INSISTING_ATTEMPTS = 5  # after which the tracker is written although what it names cannot be read
+_INSISTING_ATTEMPTS = 5  # the first one to write the tracker although what it names cannot be read
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # to object stores: of parts under way and of other nodes, nothing is seen
 
@@ -329,8 +328,9 @@ class Drain:
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _publish_what_is_complete(self) -> None:
-        # With one that is tried again, all newer ones are: else the tracker would name the older for a while.
-        due = list(itertools.dropwhile(lambda save: not self._is_due(save), self._to_publish))
+        # With one that is tried again, all are: else the tracker would name an older one for a while.
+        is_time = any(map(self._is_to_be_tried_again, self._to_publish))
+        due = [save for save in self._to_publish if is_time or not save.attempts]
         # The newest is looked at first: what arrives meanwhile is not to change the order.
         complete = [save for save in reversed(due) if self._is_complete(save)]
         if complete:
@@ -394,8 +394,9 @@ class Drain:
         if save.attempts == _REPORTED_ATTEMPT:
             logger.error("%s is not published in %s yet: %s; it is tried again", save.name, save.far, error)
 
-    def _is_due(self, save: NearSave) -> bool:
-        return not save.attempts or time.monotonic() >= save.failed_at + self._pause_seconds(save.attempts)
+    def _is_to_be_tried_again(self, save: NearSave) -> bool:
+        waited = time.monotonic() - save.failed_at
+        return save.attempts > 0 and waited >= self._pause_seconds(save.attempts)
 
     def _rest(self, attempts: int) -> None:
         """Waits before the next attempt, unless there is something else to do."""
@@ -419,7 +420,8 @@ class Drain:
                 if not holds_exactly(save.far / name, content):
                     write_whole(save.far / name, content, self._faults, save.save_id)
             save.publisher.publish()
-            save.published(save.save_id, save.attempts < _INSISTING_ATTEMPTS)
+            save.tracker_attempts += 1
+            save.published(save.save_id, save.tracker_attempts < _INSISTING_ATTEMPTS)
 
     def _evict(self) -> None:
         """Makes room in the near tier, if something has changed. A save that is evicted is near no more."""

@@ -34,6 +34,7 @@ class NearSave:
     is_superseded: bool = False  # a later save is in `far`, which this one must not replace
     near_since: float = dataclasses.field(default_factory=time.monotonic)
     attempts: int = 0  # to copy it, then to publish it
+    tracker_attempts: int = 0  # to make the tracker name it
     failed_at: float = 0.0  # the last attempt to publish it; by time.monotonic
     passed_by: str = ""  # name of a newer save that was published before it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
