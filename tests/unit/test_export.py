@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import resource
@@ -24,7 +25,7 @@ from megatron_datastates.convert.sinks.safetensors import INDEX_NAME, choose_wei
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import OptionError, StorageError, UnsupportedFormatError
 from tests.unit.command import run
-from tests.unit.converting import save_with_dcp
+from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import SMALL, bits, data_files, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -92,6 +93,24 @@ def test_a_save_that_has_written_only_data_files_is_not_exported(tmp_path):
     with pytest.raises(StorageError, match=r"distcp has changed since it was opened"):
         export(source, tmp_path / "out", choose_weights(source), read=read)
     assert len(set(order)) == 2
+
+
+@pytest.mark.parametrize(("name", "is_exported"), [("train.log", True), ("common.pt", False)])
+def test_of_files_beside_ours_only_a_later_saves_keep_it_from_being_exported(name, is_exported, tmp_path):
+    save_with_dcp(tmp_path / "stock", {"a": torch.ones(3)})
+    for one in ("train.log", "common.pt"):
+        torch.save({"iteration": 5}, tmp_path / "stock" / one)
+    convert_to(tmp_path / "stock", tmp_path / "ck")
+    source = open_source(tmp_path / "ck")
+    assert isinstance(source, DataStatesSource) and set(source.other_files) == {"common.pt", "train.log"}
+
+    def write_again(done: int) -> None:
+        torch.save({"iteration": [6]}, tmp_path / "ck" / name)
+
+    refused = pytest.raises(StorageError, match=f"{name} has changed since it was opened: a save into")
+    with contextlib.nullcontext() if is_exported else refused:
+        export(source, tmp_path / "out", choose_weights(source), progress=write_again)
+    assert (tmp_path / "out").exists() == is_exported
 
 
 def test_what_is_whole_of_a_damaged_checkpoint_can_be_exported(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_datastates.convert.hf.folder import Stored
 from megatron_datastates.convert.hf.run import import_model
 from megatron_datastates.convert.hf.source import HuggingFaceSource
 from megatron_datastates.convert.planning import Plan
@@ -97,6 +100,19 @@ def test_a_tied_output_that_differs_from_the_embedding_is_refused(folder: Path, 
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert run("import", folder, tmp_path / "run")[0] == 0
+
+
+def test_a_model_that_is_saved_again_meanwhile_gives_no_mixture(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read, times = folder / "model.safetensors", Stored.read_into, itertools.count()
+
+    def saved_again(self: Stored, begin: int, target: Any) -> None:
+        read(self, begin, target)
+        os.utime(path, (time := next(times), time))
+
+    monkeypatch.setattr(Stored, "read_into", saved_again)
+    assert "model.safetensors has changed since it was opened: a" in not_imported(folder, tmp_path / "run")
 
 
 def test_newer_and_older_ways_to_write_a_config_are_read(folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -283,6 +283,9 @@ class HuggingFaceSource(Source):
 
     def other_path(self, name: str) -> Path:
         return Path(self._made.name, name)
+
+    def _reused_files(self) -> Iterable[Path]:
+        return sorted({stored.path for stored in self._stored.values()})
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
