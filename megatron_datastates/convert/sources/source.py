@@ -189,7 +189,7 @@ class Source(ABC):
 
     def _reused_files(self) -> Iterable[Path]:
         """Returns the checkpoint's own files to which another save would write under the same names."""
-        return [self.other_path(COMMON_FILE)]
+        return [self.other_path(name) for name in self.other_files if name == COMMON_FILE]
 
     def _note(self, path: Path) -> None:
         if path not in self._noted:
