@@ -1,4 +1,4 @@
-"""Measures how much a save slows training-like steps.
+"""Measures how much a save slows training-like steps, beside copies that torch enqueues all at once.
 
 Steps come in series of a fixed length; a save begins with each series, or none does. A step has what a save
 can slow down: large matrix products, hundreds of small kernels, and `.item()`, whose copy to the host takes
@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.context import Part
 from benchmarks.gpu.device import make_shard
-from benchmarks.gpu.environment import CONNECTIONS_LIMIT
+from benchmarks.gpu.environment import CONNECTIONS_LIMIT, IS_FAKE
 from benchmarks.gpu.memory import NO_TMPFS, fitting, pool_for, tmpfs
 from benchmarks.gpu.saves import DeviceSaves
 from benchmarks.states import bytes_of
@@ -90,19 +90,21 @@ def measure_steps(part: Part) -> None:
     sizes, left_out = fitting(wanted, part.device, part.folder, host_copies=5.0)
     training = Training(part.is_small, sizes[-1])
     training.calibrate(0.002 if part.is_small else 0.25)
-    steps = 3 if part.is_small else 6  # from save to save: 1.5 s
+    steps = 3  # from save to save: 0.75 s
     total = bytes_of(training.state)
+    bare = BareCopiesByTorch(training)
     with _contenders(part, training, left_out) as contenders:
         part.report(connections=CONNECTIONS_LIMIT, bytes=total, passes=training.passes)
         part.report(steps_a_run=steps, left_out=left_out)
         for saves in contenders.values():
             saves.make_pool()
             run_steps(training, saves, steps)
-        samples: dict[str, list[list[float]]] = {name: [] for name in ("alone", *contenders)}
+        samples: dict[str, list[list[float]]] = {name: [] for name in ("alone", "bare", *contenders)}
         staging: list[float] = []
         for number in part.rounds(2 if part.is_small else 12):
             for name in _rotated(list(samples), number):
-                times, copied = run_steps(training, contenders.get(name), steps)
+                start = bare if name == "bare" else None
+                times, copied = run_steps(training, contenders.get(name), steps, start)
                 samples[name].append(times)
                 if name == "discard":
                     staging.append(copied)
@@ -121,6 +123,10 @@ def _contenders(part: Part, training: Training, left_out: list[str]) -> Iterator
         else:
             found["tmpfs"] = DeviceSaves(part.device, memory, pool)
         found["disk"] = DeviceSaves(part.device, part.folder, pool)
+        for mib in (2, 32):
+            found[f"disk_{mib}_mib_in_flight"] = DeviceSaves(
+                part.device, part.folder, pool, most_in_flight=mib * MIB
+            )
         yield found
         for saves in found.values():
             saves.close()
@@ -132,11 +138,29 @@ def _rotated(names: list[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def run_steps(training: Training, saves: DeviceSaves | None, steps: int) -> tuple[list[float], float]:
+class BareCopiesByTorch:
+    """Copies all of the state, on a stream of its own, into page-locked memory."""
+
+    def __init__(self, training: Training) -> None:
+        self._stream = torch.cuda.Stream()
+        self._state = list(training.state.values())
+        self._copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=not IS_FAKE) for t in self._state]
+
+    def __call__(self) -> None:
+        """Enqueues all copies after what the trainer's stream has."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for copy, tensor in zip(self._copies, self._state, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+
+
+def run_steps(
+    training: Training, saves: DeviceSaves | None, steps: int, start: Callable[[], None] | None = None
+) -> tuple[list[float], float]:
     """Runs a series of steps; returns the seconds of each, and those of the save's copies.
 
     The copies' seconds are 0 if they are not done, or if there is no save. The first step counts from the
-    save's start. Without a save it has the same synchronize.
+    save's start. Without a save it has the same synchronize. `start` is called where a save would start.
     """
     publication: Publication | None = None
     times = []
@@ -146,6 +170,8 @@ def run_steps(training: Training, saves: DeviceSaves | None, steps: int) -> tupl
         if number == 0:
             if saves is not None:
                 publication = saves.start_shard(training.state)
+            if start is not None:
+                start()
             torch.cuda.synchronize()  # as Megatron's timers do
         if publication is not None:
             publication.poll()

@@ -26,7 +26,7 @@ from benchmarks.training.runs import FORMATS, Model, Span, checkpoint_bytes, out
 
 _ARGUMENTS = ROOT / "recipes" / "tiny.args"
 _MODEL = Model(2, 64, 32) if IS_FAKE else Model(24, 1024, 1024)
-_BATCH = "1 2 4" if IS_FAKE else "4 16 16"  # micro-batch, global batch, attention heads
+_BATCH = "1 2 4" if IS_FAKE else "4 8 16"  # micro-batch, global batch, attention heads
 _CHECKPOINT_BYTES = 14 * 12 * 24 * 1024 * 1024  # bf16 parameters, and fp32 ones with two moments; about
 _BLOCK = 6  # iterations
 _DIGESTED = 2  # the save before which the state is digested; nothing up to it counts

@@ -11,8 +11,9 @@ constexpr auto kRetryInterval = std::chrono::milliseconds(100);
 
 }  // namespace
 
-DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
-    : driver_(std::move(driver)),
+DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes)
+    : most_bytes_(most_bytes),
+      driver_(std::move(driver)),
       context_(driver_->EnterContext()),
       device_(driver_->CurrentDevice()),
       last_(driver_, context_),
@@ -86,7 +87,7 @@ void DeviceCopier::Count(uint64_t bytes, bool bounded) {
     if (now >= marked_.place + kCopiesPerEvent || sum >= marked_.bytes + kBytesPerEvent) MarkHere();
   }
   if (now > kMostInFlight) WaitFor(now - kMostInFlight);
-  if (sum > kMostBytesInFlight) WaitForBytes(sum - kMostBytesInFlight);
+  if (sum > most_bytes_) WaitForBytes(sum - most_bytes_);
 }
 
 void DeviceCopier::MarkHere() {

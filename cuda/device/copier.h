@@ -37,8 +37,8 @@ class Event {
 // A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
 // streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. A small
 // copy of the trainer's waits for the copies that were enqueued before it, which share the device's copy
-// engine. So at most kMostInFlight copies and kMostBytesInFlight are in the stream at a time (and one
-// more copy for each thread); a thread with more waits for the oldest. An event is recorded for every
+// engine. So at most kMostInFlight copies and `most_bytes` are in the stream at a time (and one more copy
+// for each thread); a thread with more waits for the oldest. An event is recorded for every
 // kCopiesPerEvent copies or kBytesPerEvent.
 //
 // Each copy is a call of its own. cuMemcpyBatchAsync (12.8) takes many, but large and repeated submissions
@@ -50,14 +50,10 @@ class DeviceCopier {
   using Place = uint64_t;
   static constexpr Place kMostInFlight = 256;
   static constexpr Place kCopiesPerEvent = 64;
-  // Copies that stand in the stream hold up the trainer's kernels and its own small copies. On an H100, a step
-  // of 0.24 s took 49 ms longer while 4.7 GB were copied with 32 MiB in flight, 40 ms with all of them, and
-  // 9 ms with 8 MiB, whose copies took 103 ms instead of 93 (benchmarks/results/gpu-h100-in-flight.json).
-  static constexpr uint64_t kMostBytesInFlight = uint64_t{8} << 20;
   static constexpr uint64_t kBytesPerEvent = uint64_t{2} << 20;
 
   // Created on the trainer's thread, for its current context. Throws Failure.
-  explicit DeviceCopier(std::shared_ptr<Driver> driver);
+  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes);
   ~DeviceCopier();
   DeviceCopier(const DeviceCopier&) = delete;
   DeviceCopier& operator=(const DeviceCopier&) = delete;
@@ -112,6 +108,7 @@ class DeviceCopier {
   void Await(const Mark& mark);
   void MarkHere() REQUIRES(marking_);
 
+  const uint64_t most_bytes_;
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;

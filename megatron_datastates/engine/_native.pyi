@@ -67,6 +67,7 @@ class Engine:
         tripwire: bool = True,
         paranoid: bool = False,
         sysfs: str = "/sys",
+        most_in_flight: int = ...,
         sample_seed: int = 0,
     ) -> None: ...
     def start(

@@ -70,6 +70,7 @@ class StagingEngine:
                 tripwire=options.tripwire,
                 paranoid=options.paranoid,
                 sysfs=options.sysfs,
+                most_in_flight=options.most_in_flight,
                 sample_seed=options.sample_seed,
             )
 
