@@ -1,9 +1,7 @@
 #include "os/data_file.h"
 
 #include <fcntl.h>
-#include <linux/magic.h>
 #include <sys/stat.h>
-#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -103,9 +101,6 @@ void DataFile::Reserve(uint64_t bytes) {
   const int code = Uninterrupted([&] {
     const int injected = Injected("reserve");
     if (injected != 0 || bytes == 0) return injected;
-    struct statfs kind{};
-    // It would fill every page with zeros, which takes as long as the writes.
-    if (fstatfs(fd_, &kind) == 0 && kind.f_type == TMPFS_MAGIC) return EOPNOTSUPP;
     return ErrorOf(fallocate(fd_, 0, 0, static_cast<off_t>(bytes)));
   });
   if (code == 0) return;
