@@ -32,7 +32,7 @@ from megatron_datastates.pipeline.near.places import manifest_in, near_folder, r
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.near.saves import NearSave
-from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
@@ -208,6 +208,25 @@ def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_fr
     assert first.save.context.near is not None and second.save.context.near is not None
     for saver in nodes.ranks.savers:
         saver.close()
+
+
+def test_what_saves_under_way_have_yet_to_write_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one of two saves at once would fail, as no space is reserved before a file is open."""
+    nodes = Nodes(tmp_path, {"faults": "open:1:stall=1000"}, {})
+    monkeypatch.setattr(tier, "SPARE_BYTES", 1 << 20)
+    monkeypatch.setattr(tier, "free_bytes", lambda root: 9 << 19)
+    saver, state = nodes.ranks.savers[0], states_of(1)[0]  # of 2 MB
+
+    def start(iteration: int) -> Publication:
+        return saver.start(nodes.directory(iteration), state, far_published=nodes.ranks.note_far)
+
+    first, second = start(1), start(2)
+    assert first.save.context.near is not None and second.save.context.near is None
+    first.abandon("the test needs it no more")
+    assert start(3).save.context.near is not None
+    saver.close()
 
 
 def test_room_for_encoded_tensors_is_wanted_before_their_size_is_known(

@@ -62,6 +62,7 @@ class NearTier:
         self._is_ahead = False  # of what the tracker in --save names, as every later save is then
         self._published = 0  # saves, in near tiers
         self._run_id = 0  # of the saves that this is said of: a restart within the process is another job
+        self._begun: list[tuple[Publication, Path, int]] = []  # with the bytes of all ranks of the node
         self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
 
@@ -104,6 +105,7 @@ class NearTier:
             self._fall_back(directory, lack)
             return None
         self._is_warned = False
+        self._begun.append((publication, folder, wanted_bytes * self._ranks))
         if self.replicas is not None:
             publication.replicas = self.replicas
             publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
@@ -135,7 +137,8 @@ class NearTier:
 
         def free() -> int:
             # What other ranks of the node have taken for this save already is part of what is wanted.
-            return free_bytes(self.root) + occupied_bytes(folder, context.save_id)
+            own = occupied_bytes(folder, context.save_id)
+            return max(free_bytes(self.root) - self._unwritten_bytes() + own, 0)
 
         if free() < wanted:
             run = context.directory.parent
@@ -146,6 +149,14 @@ class NearTier:
         if found >= wanted:
             return ""
         return f"{found >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
+
+    def _unwritten_bytes(self) -> int:
+        """Returns how many bytes saves under way have yet to write, or to reserve in files yet to open."""
+        self._begun = [one for one in self._begun if _is_unwritten(one[0])]
+        return sum(
+            max(size - occupied_bytes(folder, publication.save.context.save_id), 0)
+            for publication, folder, size in self._begun
+        )
 
     def _is_behind(self, checkpoint: Path) -> bool:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
@@ -251,6 +262,11 @@ class NearTier:
         self.drain.close(abandon=getattr(sys, "last_value", None) is not None)
         if self.replicas is not None:
             self.replicas.close()
+
+
+def _is_unwritten(publication: Publication) -> bool:
+    save = publication.save
+    return publication.is_under_way and save.failure is None and not save.is_durable
 
 
 def _report_of(publication: Publication, copied: Copied) -> dict[str, Any]:
