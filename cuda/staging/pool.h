@@ -12,7 +12,8 @@
 //     older copies of the same stream were done (in a first pass, also until these copies were);
 //   - the device reached the chunk's copy, which is ordered after what was on the trainer's stream when the
 //     save began, and after nothing later;
-//   - the writing threads took what was queued before it, and then it;
+//   - its save's file was opened and its space reserved, or the save has failed;
+//   - the writing threads took what was queued before it and could be written, and then it;
 //   - the write returned, with or without an error; it is skipped if the save has failed.
 // A chunk that may not be copied yet (a lazy copy from a device) holds no slot.
 // A thread that holds a slot never asks for another, and a thread that waits for one holds nothing that any
@@ -20,7 +21,7 @@
 // failure or cancellation. So returning a slot never depends on the trainer's thread, the GIL, another rank,
 // publishing, the footer of any save (footers have memory of their own) or another slot: a single slot makes
 // progress. A writer blocked by one file's disk delays the chunks queued after it, for no longer than that
-// write.
+// call. Chunks whose file is still being opened delay no others in the queue, but they keep their slots.
 #pragma once
 
 #include <cstdint>
