@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    maybe_load_config,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 import megatron_datastates as ds
@@ -61,6 +65,7 @@ def with_metadata(directory: Path, text: str) -> Path:
         ("[]", False, True, False),
         ("", False, True, False),
         ("not json", False, True, False),
+        ("[" * 100_000, False, True, False),
     ],
 )
 def test_metadata_json_says_whose_a_directory_is(ours, tmp_path, text, empty, published, with_index):
@@ -88,6 +93,11 @@ def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
     assert load_config(str(ours)) == CheckpointingConfig("datastates", 1)
     assert load_config(str(tmp_path)) is None
     assert load_config("") is None
+
+
+def test_a_published_save_whose_metadata_json_is_nested_absurdly_gets_its_config(ours, tmp_path):
+    damaged = with_metadata(Path(shutil.copytree(ours, tmp_path / "c")), "[" * 100_000)
+    assert maybe_load_config(str(damaged)) == CheckpointingConfig("datastates", 1)
 
 
 def directory(path: Path) -> None:

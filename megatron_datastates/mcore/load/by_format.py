@@ -35,7 +35,7 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
             config = original(checkpoint_dir, *args, **kwargs)
             is_damaged = config is not None and not isinstance(config.sharded_backend, str)
             problem: Exception | None = TypeError("it has no name of a backend") if is_damaged else None
-        except (ValueError, TypeError, AttributeError) as error:  # truncated by a crash, or otherwise damaged
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:  # damaged
             config, problem, is_damaged = None, error, True
         if (is_damaged or config is None) and checkpoint_dir and is_published(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
