@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import benchmark, processes, results
+from benchmarks.gpu import benchmark, picture, processes, results
 from benchmarks.gpu.__main__ import RESULTS, main, parse
 from benchmarks.gpu.environment import FAKE, ROOT
 
@@ -281,6 +281,12 @@ def test_both_calls_fit_15_minutes_and_are_all() -> None:
         assert benchmark.CALL_SECONDS - 35 - sum(others) >= min(last, 70)  # 35 s for the build
         assert parsed.budget == benchmark.CALL_SECONDS - 40
     assert parse([]).budget == sum(benchmark.PART_SECONDS.values())
+
+
+def test_the_results_of_a_gpu_can_be_drawn(tmp_path: Path) -> None:
+    (found,) = RESULTS.glob("gpu-*-2*.json")
+    picture.draw(json.loads(found.read_text()), tmp_path / "gpu.svg")
+    assert "<svg" in (tmp_path / "gpu.svg").read_text()
 
 
 def test_results_of_a_gpu_go_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
