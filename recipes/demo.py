@@ -191,6 +191,7 @@ def show_costs(demo: Demo) -> None:
         size, rate = f"{save['bytes']:,}", f"{save['write_mb_per_s']:.0f}"
         table.add_row(str(save["iteration"]), *times, size, rate, save["state"])
     demo.console.print(table)
+    demo.print_line("the first save after each start takes longer: it allocates and plans")
     silent = sorted(set(demo.published()) - {save["iteration"] for save in reported})
     if silent:
         iterations = " and ".join(map(str, silent))

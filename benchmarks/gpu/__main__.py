@@ -51,21 +51,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--fake", "--quick", action="store_true", help="a tiny try on the fake driver, without a GPU"
     )
     parser.add_argument(
-        "--out", type=Path, help="folder of the results' file (default: $OUT, or benchmarks/results)"
+        "--out",
+        type=Path,
+        help="folder of the results' file (default: $OUT, or benchmarks/results; with --fake build/bench)",
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
     parser.add_argument("--call", type=int, choices=CALLS, help="half of the parts, in about 6 minutes")
     parser.add_argument("--parts", nargs="+", choices=PART_SECONDS, help="these parts instead of all")
     parser.add_argument(
-        "--memory", type=float, metavar="GIB", help="host memory, where the system shows less at first"
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="host memory of a virtual machine that shows less at first",
     )
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="merge results, and measure nothing"
     )
     parser.add_argument("--prebuilt", action="store_true", help="for run.sh: use the module carried in")
     parser.add_argument("--budget", type=float, help="seconds for everything")
-    parser.add_argument("--spent", type=float, default=0.0, help="seconds of the call that are over already")
-    parser.add_argument("--native", default="as found", help="where the native module came from; noted")
+    parser.add_argument("--spent", type=float, default=0.0, help="for run.sh: seconds that are over already")
+    parser.add_argument("--native", default="as found", help="for run.sh: where the native module came from")
     parsed = parser.parse_args(arguments)
     parsed.parts = parsed.parts or CALLS.get(parsed.call, PART_SECONDS)
     if parsed.budget is None:

@@ -4,7 +4,7 @@
 # 6 minutes each:
 #
 #   benchmarks/gpu/run.sh --call 1     the machine, tests, training in Megatron's own loop
-#   benchmarks/gpu/run.sh --call 2     held time, copies, steps, loads, page-locking, CUDA_DEVICE_MAX_CONNECTIONS=1, Megatron's ways
+#   benchmarks/gpu/run.sh --call 2     held time, copies, steps, loads, page-locking, one connection, Megatron's ways
 #   benchmarks/gpu/run.sh [--fake] [--prebuilt] [other arguments: see python -m benchmarks.gpu --help]
 #
 # --fake tries all of it but the tests where there is no GPU: on the fake CUDA driver of tests/native, at a tiny size.
@@ -16,15 +16,15 @@
 #
 #   python3 -m benchmarks.gpu --merge FILE-call1.json FILE-call2.json
 #
-# On a machine that is lent for one command at a time, carry what is in .whl (below) along, and allow 400 s for each of
-# these commands. $OUT is set there, and at most 3 files come back:
+# If the machine runs one command at a time and returns only the files of $OUT, take what is in .whl (below) along,
+# and allow 400 s for each of these commands, which leave 3 files at most:
 #
 #   bash benchmarks/gpu/run.sh --call 1 --memory 128
 #   bash benchmarks/gpu/run.sh --call 2 --memory 128
 #
 # --memory says how much host memory such a machine has in the end, if its system shows less at first.
 #
-# $PYTHON is the Python to use (default: python3). Needs no network, and this package need not be installed: only a
+# $PYTHON is the Python to use (default: python3; after `make env`, .venv/bin/python). Needs no network, and this package need not be installed: only a
 # Python with torch, numpy, psutil, pytest, pytest-timeout, setuptools, cmake and ninja, and a C++ compiler.
 #
 # What such a machine may lack (Megatron, msgspec, a new nanobind: see wheels.txt) is installed from wheels in .whl/, or
