@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder of the results' file (default: $OUT, or benchmarks/results; with --fake build/bench)",
+        help="results' folder (default: $OUT, benchmarks/results; of --fake build/bench)",
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
     parser.add_argument("--call", type=int, choices=CALLS, help="half of the parts, in about 6 minutes")
@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--memory",
         type=float,
         metavar="GIB",
-        help="host memory of a virtual machine that shows less at first",
+        help="host memory, if the system shows less at first",
     )
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="merge results, and measure nothing"
