@@ -64,6 +64,11 @@ class DeviceSave:
         self.save.join()
 
     @property
+    def bytes_staged(self) -> int:
+        assert self.save._save is not None
+        return int(self.save._save.status()["bytes_staged"])
+
+    @property
     def path(self) -> Path:
         return self._folder / self._save_id.data_file_name(0)
 

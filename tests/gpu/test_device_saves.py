@@ -121,6 +121,23 @@ def test_start_and_fence_do_not_wait_for_the_device(warm: StagingEngine, tmp_pat
     assert_all(save.stored(), BEFORE)
 
 
+def test_a_small_copy_of_the_trainers_does_not_wait_until_all_is_copied(
+    warm: StagingEngine, tmp_path: Path
+) -> None:
+    """The device goes on copying for a stream as long as that has more: see most_in_flight in config.py."""
+    tensors, one = layers(count=24), torch.ones(1, device="cuda")
+    torch.cuda.synchronize()
+    save = DeviceSave(warm, tmp_path, tensors)
+    save.save.advance()  # copies begin
+    while save.bytes_staged == 0:
+        pass
+    assert one.item() == 1
+    assert save.bytes_staged < 24 * 32 * MIB  # copies are still running
+    save.fence()
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+
+
 @pytest.mark.parametrize("made_on_side_stream", [False, True])
 def test_memory_of_eager_tensors_is_free_when_the_save_has_begun(
     warm: StagingEngine, tmp_path: Path, made_on_side_stream: bool
