@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 from benchmarks.gpu.context import Part
 from benchmarks.gpu.environment import IS_FAKE, ROOT
 from benchmarks.gpu.memory import NO_TMPFS, tmpfs
-from benchmarks.training.runs import FORMATS, Model, Span, checkpoint_bytes, outermost
+from benchmarks.training.runs import FORMATS, Model, Span, checkpoint_bytes, free_port, outermost
 
 _ARGUMENTS = ROOT / "recipes" / "tiny.args"
 _MODEL = Model(2, 64, 32) if IS_FAKE else Model(24, 1024, 1024)
@@ -72,7 +71,9 @@ def measure_training(part: Part) -> None:
                 continue
             try:
                 ways[run.name] = _measure(run, folder, remaining)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except subprocess.TimeoutExpired:
+                left_out.append(f"{run.name}: it did not end within the {remaining:.0f} s that were left")
+            except RuntimeError as error:
                 failed[run.name] = str(error)[-_LOG_TAIL:]
             part.report(ways=ways, failed=failed, left_out=left_out)
     if failed:
@@ -105,7 +106,8 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         arguments = [*run.arguments, "--save", str(checkpoints)]
         arguments += ["--datastates-report-file", str(report)] if is_ours else []
         found = _train(folder, options, run.blocks * _BLOCK + 1, arguments, seconds)
-        size, saves = checkpoint_bytes(checkpoints) if is_ours else _their_bytes(checkpoints)
+        # torch_dist writes metadata.json first.
+        size, saves = checkpoint_bytes(checkpoints, "metadata.json" if is_ours else ".metadata")
         result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1)
         result |= {"checkpoint_bytes": size, "checkpoints": saves}
         if report.exists():
@@ -114,7 +116,10 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         if saves != expected:
             raise RuntimeError(f"expected {expected} complete checkpoints, found {saves}")
         if run.is_resumed:
-            result["resume"] = _resume(run, folder, checkpoints, found["saved"], begin + seconds)
+            try:
+                result["resume"] = _resume(run, folder, checkpoints, found["saved"], begin + seconds)
+            except subprocess.TimeoutExpired:
+                result["resume"] = {"left_out": "no time"}
         return result
     finally:
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -155,7 +160,7 @@ def _train(
     command = [sys.executable, "-m", "benchmarks.gpu.trainer", *options, "--", *words]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place |= {"TORCHDYNAMO_DISABLE": "1"}  # compiling would take longer than the training
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     try:
         with log.open("wb") as out:
             ended = subprocess.run(
@@ -214,15 +219,3 @@ def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK)
         "held_ms_by_save": [{name: 1e3 * seconds for name, seconds in one.items()} for one in held],
         "iterations_ms": [1e3 * seconds for seconds in iterations],
     }
-
-
-def _their_bytes(checkpoints: Path) -> tuple[int, int]:
-    """Returns the bytes of the last torch_dist checkpoint, and how many there are."""
-    complete = sorted(path.parent for path in checkpoints.glob("iter_*/.metadata"))
-    return sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0, len(complete)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

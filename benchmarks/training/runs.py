@@ -141,9 +141,9 @@ def run_ranks(
         shutil.rmtree(folder / "near", ignore_errors=True)
 
 
-def checkpoint_bytes(checkpoints: Path) -> tuple[int, int]:
-    """Returns the bytes of the last complete checkpoint, and how many there are."""
-    complete = sorted(path.parent for path in checkpoints.glob("iter_*/metadata.json"))
+def checkpoint_bytes(checkpoints: Path, last_file: str = "metadata.json") -> tuple[int, int]:
+    """Returns the bytes of the last checkpoint that has its last file, and how many have theirs."""
+    complete = sorted(path.parent for path in checkpoints.glob(f"iter_*/{last_file}"))
     return sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0, len(complete)
 
 
@@ -198,7 +198,7 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.training.preload"])
     records = [folder / f"rank{number}.json" for number in range(setting.data_parallel)]
-    port, forks = _free_port(), case.format == "torch_dist async"
+    port, forks = free_port(), case.format == "torch_dist async"
     processes = []
     for number, record in enumerate(records):
         place = (number, setting.data_parallel, port)
@@ -252,7 +252,8 @@ def outermost(spans: dict[str, list[Span]], name: str) -> list[Span]:
     return [span for span in spans[name] if not any(a <= span[0] <= b for a, b in saves)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

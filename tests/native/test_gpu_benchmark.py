@@ -1,5 +1,6 @@
 """The GPU benchmark, tried on the fake driver: that it runs, and what it keeps when a part of it does not."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import benchmark, picture, processes, results
+from benchmarks.gpu import benchmark, picture, processes, results, training
 from benchmarks.gpu.__main__ import RESULTS, main, parse
 from benchmarks.gpu.environment import FAKE, ROOT
 
@@ -284,9 +285,26 @@ def test_both_calls_fit_15_minutes_and_are_all() -> None:
 
 
 def test_the_results_of_a_gpu_can_be_drawn(tmp_path: Path) -> None:
-    (found,) = RESULTS.glob("gpu-*-2*.json")
-    picture.draw(json.loads(found.read_text()), tmp_path / "gpu.svg")
+    newest = max(RESULTS.glob("gpu-*-2*.json"))
+    picture.draw(json.loads(newest.read_text()), tmp_path / "gpu.svg")
     assert "<svg" in (tmp_path / "gpu.svg").read_text()
+
+
+def test_a_save_in_a_training_costs_what_its_block_is_longer() -> None:
+    """Blocks of two iterations of 1 s. The first save does not count, and what a save polls counts once."""
+    lengths = [1.0] * 10
+    lengths[2], lengths[6] = 1.25, 1.5  # these end with saves
+    begins = list(itertools.accumulate(lengths, initial=0.0))
+    ends = [(begins[number + 1] - 0.5, begins[number + 1] - 0.25) for number in (2, 6)]
+    spans = {
+        "step": [(begin, begin + 0.1) for begin in begins],
+        "save": [ends[0], ends[1], (begins[-1], begins[-1])],
+        "poll": [(ends[1][0], ends[1][0] + 0.125), (ends[1][1] + 0.125, ends[1][1] + 0.25)],
+        "fence": [],
+    }
+    found = training.summarize(spans, uncounted=1, block=2)
+    assert found["saves"] == 1 and found["iteration_ms"] == 1000 and found["cost_ms"] == 500
+    assert found["parts_ms"] == {"save": 250, "poll": 125, "fence": 0} and found["held_ms"] == 375
 
 
 def test_results_of_a_gpu_go_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
