@@ -36,7 +36,7 @@ def test_a_fence_that_ends_in_mid_copy_fails_the_save_only(trainer: Trainer, tmp
     publication.join()
     status = native.status()
     assert 0 < int(str(status["bytes_staged"])) < int(str(status["bytes_planned"]))
-    assert os.listdir(tmp_path / "late") == []
+    assert not list((tmp_path / "late").glob("*"))
     after = {key: tensor.clone() for key, tensor in trainer.model.items()}
     again = saver.start(tmp_path / "next", DeviceTensors(trainer.model))
     trainer.optimizer_step()
@@ -88,7 +88,7 @@ def test_a_failing_device_fails_the_save_and_not_training(
     error = failure(publication)
     assert call in error and "an illegal memory access was encountered" in error
     publication.join()
-    assert not (tmp_path / "failed").exists() or os.listdir(tmp_path / "failed") == []
+    assert not list((tmp_path / "failed").glob("*"))
     trainer.cuda.let_go()
     again = saver.start(tmp_path / "next", DeviceTensors(trainer.model))
     FENCE.wait("the optimizer step")

@@ -71,8 +71,8 @@ def test_an_object_that_no_load_accepts_fails_the_save(saver: Saver, tmp_path: P
     assert publication.outcome is Outcome.FAILED and publication.error is not None
     for words in ("'the key'", name, "state_dict()", "add_safe_globals", "--datastates-trust-objects on"):
         assert words in publication.error
-    publication.save.join()  # the finishing thread reports the failure, then removes the file
-    assert list((tmp_path / "c").iterdir()) == []
+    publication.save.join()  # the finishing thread reports the failure, then removes the file, if it was opened
+    assert not list((tmp_path / "c").glob("*"))
 
 
 @pytest.mark.parametrize("value", [Colour.RED, Config(3), [Own], collections.defaultdict(Config)])
