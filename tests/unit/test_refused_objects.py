@@ -71,7 +71,7 @@ def test_an_object_that_no_load_accepts_fails_the_save(saver: Saver, tmp_path: P
     assert publication.outcome is Outcome.FAILED and publication.error is not None
     for words in ("'the key'", name, "state_dict()", "add_safe_globals", "--datastates-trust-objects on"):
         assert words in publication.error
-    publication.save.join()  # the finishing thread reports the failure, then removes the file, if it was opened
+    publication.save.join()  # the finishing thread reports the failure, then removes its file
     assert not list((tmp_path / "c").glob("*"))
 
 
