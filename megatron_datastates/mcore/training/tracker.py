@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, any_path, read_regular
+from megatron_datastates.format.directory import RELEASE_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.runs.runs import complete_in, has_file, iteration_named
 
@@ -24,7 +25,9 @@ def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
-        iteration = _fallback(any_path(tracker_filename))
+        tracker = any_path(tracker_filename)
+        text = _damaged_text(tracker)
+        iteration = None if text is None else _fallback(tracker, text)
         if iteration is None:
             return original(tracker_filename, *args, **kwargs)
         # The original also communicates with the other ranks, so it is called with a corrected tracker.
@@ -43,8 +46,8 @@ def mend(tracker: Path) -> None:
     one exists. If none was published in our format, the tracker is deleted, as before the first save.
     """
     try:
-        if _is_damaged(tracker):
-            iteration = _fallback(tracker)
+        if (text := _damaged_text(tracker)) is not None:
+            iteration = _fallback(tracker, text)
             if iteration is None:
                 tracker.unlink()
             else:
@@ -55,35 +58,28 @@ def mend(tracker: Path) -> None:
         logger.warning("%s is damaged and could not be repaired: %s", tracker, error)
 
 
-def _is_damaged(tracker: Path) -> bool:
-    """Returns whether it names nothing. Not if it cannot be read: Megatron raises that error."""
+def _damaged_text(tracker: Path) -> bytes | None:
+    """Returns the text of a tracker that names nothing; None if it names something, or is not there.
+
+    None also if it cannot be read: Megatron raises that error.
+    """
     if not tracker.is_file():
-        return False
+        return None
     try:
         text = read_regular(tracker, TRACKER_BYTES)
     except OSError:
-        return False
-    return iteration_named(text) is None and text.strip() != b"release"
+        return None
+    return text if iteration_named(text) is None and text.strip() != RELEASE_NAME.encode() else None
 
 
-def _text(tracker: Path) -> str:
-    """Returns the tracker's text; empty if it cannot be read."""
-    try:
-        return read_regular(tracker, TRACKER_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _fallback(tracker: Path) -> int | None:
-    """Returns the iteration to fall back to, if the tracker is damaged and any was saved in our format.
+def _fallback(tracker: Path, text: bytes) -> int | None:
+    """Returns the iteration to fall back to from a damaged tracker; None if none was saved in our format.
 
     The iteration itself may be in another format: loads detect the format of its directory.
 
     Raises:
         OSError: a checkpoint cannot be looked at: it may be the newest.
     """
-    if not _is_damaged(tracker):
-        return None
     # Not needed, nor the native module that it imports, by runs in other formats.
     from megatron_datastates.pipeline.runs.history import by_branch
 
@@ -94,7 +90,7 @@ def _fallback(tracker: Path) -> int | None:
     logger.warning(
         "%s is damaged: expected an iteration, found %r. "
         "Falling back to the newest complete checkpoint%s, iteration %d (%s).",
-        tracker, _text(tracker), "" if iteration == max(found) else " of the branch that was saved last",
-        iteration, found[iteration],
+        tracker, text.decode(errors="replace"),
+        "" if iteration == max(found) else " of the branch that was saved last", iteration, found[iteration],
     )  # fmt: skip
     return iteration
