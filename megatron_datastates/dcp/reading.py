@@ -27,12 +27,13 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.strides import overlaps_itself
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.loading.filling import Temporaries, copy_converted
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps
-from megatron_datastates.plan.boxes import cut_box, overlaps_itself
+from megatron_datastates.plan.boxes import cut_box
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
 from megatron_datastates.providers.objects import ObjectSource

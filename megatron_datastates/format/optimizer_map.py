@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.format.strides import footprint_elements, overlaps_itself
 
 MAP_FORMAT_VERSION = 1
 _MAX_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
@@ -184,7 +185,7 @@ def _share_elements(shards: Sequence[ParameterShard]) -> bool:
         for number, shard in enumerate(shards)
         if 0 not in shard.shape
     )
-    if any(_repeats(shards[number]) for _, _, number in spans):
+    if any(overlaps_itself(shards[number].shape, shards[number].strides) for _, _, number in spans):
         return True
     if all(one[1] <= other[0] for one, other in itertools.pairwise(spans)):
         return False
@@ -195,16 +196,6 @@ def _share_elements(shards: Sequence[ParameterShard]) -> bool:
     ends = begins + np.concatenate([np.full(len(begins), size) for begins, size in runs])
     order = np.argsort(begins)
     return bool((ends[order][:-1] > begins[order][1:]).any())
-
-
-def _repeats(shard: ParameterShard) -> bool:
-    """Returns whether a shard takes an element of the parameter twice; True if that is hard to decide."""
-    last = 0  # the furthest element that the dimensions up to here reach
-    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
-        if stride <= last:
-            return True
-        last += stride * (length - 1)
-    return False
 
 
 def _run_count(shard: ParameterShard) -> int:
@@ -228,8 +219,3 @@ def _runs(shard: ParameterShard) -> tuple[npt.NDArray[np.int64], int]:
 def _product(sizes: Iterable[int]) -> int:
     """Returns the product of sizes, with 1 for 0: a size of 0 must not hide absurd ones beside it."""
     return math.prod(max(size, 1) for size in sizes)
-
-
-def footprint_elements(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """Returns how many elements a strided box reaches over, first to last. The box is not empty."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

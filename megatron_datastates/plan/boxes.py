@@ -104,21 +104,6 @@ def strided_spans(shape: Sequence[int], strides: Sequence[int], item_bytes: int)
     return Spans(spans.a_starts, spans.rows, spans.row_bytes, spans.a_step)
 
 
-def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns whether two elements of a strided tensor may share memory; True if that is hard to decide.
-
-    Args:
-        shape: elements per dimension.
-        strides: elements per step; none is negative.
-    """
-    last = 0  # the furthest element that the dimensions up to here reach
-    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
-        if stride <= last:
-            return True
-        last += stride * (length - 1)
-    return False
-
-
 def cut_box(offset: Sequence[int], shape: Sequence[int], most_elements: int) -> Iterator[Box]:
     """Yields boxes of at most `most_elements` (at least one) that tile a box, in row-major order.
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_datastates.format.codecs import FRAME_BYTES
-from megatron_datastates.format.optimizer_map import footprint_elements
+from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tail import TailEntry
 
 

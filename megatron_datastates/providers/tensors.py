@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -23,13 +23,6 @@ def check_dtype(key: str, dtype: torch.dtype) -> None:
             f"tensor {key!r} has dtype {dtype_name(dtype)}, which cannot be saved: view or convert it, for "
             "example as uint8"
         )
-
-
-def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns how many elements there are from the first one of a tensor to its last one, gaps included."""
-    if not all(shape):
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:

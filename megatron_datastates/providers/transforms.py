@@ -25,6 +25,7 @@ import torch
 
 from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
 from megatron_datastates.format.codecs import PLANES, ZSTD, require_zstandard
+from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import (
     CopyBudget,
@@ -45,7 +46,7 @@ from megatron_datastates.providers.collect import kind_of, notes_of
 from megatron_datastates.providers.named import Tree
 from megatron_datastates.providers.objects import empty_sources
 from megatron_datastates.providers.samples import Samples
-from megatron_datastates.providers.tensors import check_dtype, dtype_name, reach
+from megatron_datastates.providers.tensors import check_dtype, dtype_name
 
 logger = logging.getLogger(__name__)
 _PART_BYTES = 1 << 20  # of a tensor, in host memory at a time
@@ -180,7 +181,7 @@ def _check_elements(source: TensorSource) -> None:
             f"{type(tensor).__qualname__} that wraps other tensors; bring it back first, or save those, as a "
             "ds.Shard where they are parts, or a DTensor with megatron_datastates.dcp"
         )
-    needed = tensor.storage_offset() + reach(tensor.shape, tensor.stride())
+    needed = tensor.storage_offset() + footprint_elements(tensor.shape, tensor.stride())
     found = tensor.untyped_storage().nbytes()
     if tensor.numel() and needed * tensor.itemsize > found:
         raise MismatchError(

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_datastates.format.strides import overlaps_itself
 from megatron_datastates.plan.boxes import (
     contiguous_strides,
     cut_box,
     first_overlap,
     hold_all,
     intersect,
-    overlaps_itself,
     paired_spans,
     strided_spans,
 )

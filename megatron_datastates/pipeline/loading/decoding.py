@@ -23,6 +23,7 @@ import numpy.typing as npt
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.codecs import CODECS, FRAME_BYTES, NONE, decode_frame, require_zstandard
 from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tail import TailEntry, describe
 from megatron_datastates.format.values import Extent
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
@@ -127,7 +128,7 @@ class _Window:
         plain = self._decoded(stored) if self.frames else stored
         first, end = box.span
         source = _strided(plain[first - self.begin : end - self.begin], item, box.lengths, box.strides)
-        size = item * (1 + sum((n - 1) * s for n, s in zip(box.lengths, box.target_strides, strict=True)))
+        size = item * footprint_elements(box.lengths, box.target_strides)
         memory = (ctypes.c_uint8 * size).from_address(self.address + box.target)
         target = _strided(np.frombuffer(memory, np.uint8), item, box.lengths, box.target_strides)
         target[...] = source

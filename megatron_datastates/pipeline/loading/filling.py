@@ -17,11 +17,12 @@ import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.strides import footprint_elements, overlaps_itself
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
-from megatron_datastates.plan.boxes import cut_box, overlaps_itself
+from megatron_datastates.plan.boxes import cut_box
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place
-from megatron_datastates.providers.tensors import dtype_name, reach
+from megatron_datastates.providers.tensors import dtype_name
 
 _PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
 _GROUP_BYTES = 32 << 20  # read at a time
@@ -183,7 +184,7 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
         return False
     if any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True)):
         return True
-    places = torch.zeros(reach(shape, strides), dtype=torch.bool, device="cpu")
+    places = torch.zeros(footprint_elements(shape, strides), dtype=torch.bool, device="cpu")
     places.as_strided(shape, strides).fill_(True)
     return int(places.count_nonzero()) < tensor.numel()
 

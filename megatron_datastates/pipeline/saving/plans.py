@@ -14,6 +14,7 @@ import torch
 
 from megatron_datastates.engine.exchange import Described, Facts, Words, describe
 from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
@@ -21,7 +22,7 @@ from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors, bad_mutability
 from megatron_datastates.providers.collect import Collected
-from megatron_datastates.providers.tensors import check_dtype, dtype_name, reach
+from megatron_datastates.providers.tensors import check_dtype, dtype_name
 
 _facts = attrgetter("dtype", "shape", "device")
 _DESCRIBED_TWICE = (torch.int8, torch.uint8)
@@ -46,7 +47,10 @@ class Structure:
     @functools.cached_property
     def extents(self) -> Words:
         """Bytes from the first element of each tensor to the end of its last one; 0 if it has none."""
-        reached = [reach(fact[1], strides) for fact, strides in zip(self.facts, self.strides, strict=True)]
+        reached = [
+            footprint_elements(fact[1], strides)
+            for fact, strides in zip(self.facts, self.strides, strict=True)
+        ]
         items = [dtype.itemsize for dtype, _, _ in self.facts]
         return np.array(reached, np.uint64) * np.array(items, np.uint64)
 
