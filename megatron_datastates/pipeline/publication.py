@@ -293,8 +293,9 @@ class Publication:
             return
         if records[0].forgets:
             self.layouts.forget(self._epoch)
-        self.near = NearShare.of(records, self.save.context, self.layouts, self._faults, self.replicas)
-        if self.near is None and self.collectives.rank != 0:
+        if records.columns["is_near"].any():
+            self.near = NearShare(records, self.save.context, self.layouts, self._faults, self.replicas)
+        elif self.collectives.rank != 0:
             self._published.set()  # all that is left is rank 0's
         sizes = records.sent_bytes()
         if sizes.any():  # the same on every rank: all have read the same records

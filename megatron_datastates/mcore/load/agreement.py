@@ -304,7 +304,13 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if not may_be_ours(call.arguments["checkpoint_dir"]):
             # Megatron's training loop asks for what is stored, so that there is nothing to restate.
             return original(*args, **kwargs) if state.current().in_training_loop else load_elsewhere(call)
-        with _reported(call.arguments["checkpoint_dir"]):
+        from megatron_datastates.pipeline.load_report import reported_load
+
+        # Reported once all ranks have agreed on whether it failed.
+        with (
+            reported_load(call.arguments["checkpoint_dir"], state.current().options) as tracker,
+            state.opened(tracker=tracker),
+        ):
             return load_together(call)
 
     def load_elsewhere(call: inspect.BoundArguments) -> Any:
@@ -367,18 +373,6 @@ def _compares_keys(arguments: dict[str, Any]) -> bool:
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
     return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(parse_strict_flag(arguments["strict"])))
-
-
-@contextlib.contextmanager
-def _reported(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Reports the load in the block, once all ranks have agreed on whether it failed."""
-    from megatron_datastates.pipeline.load_report import reported_load
-
-    with (
-        reported_load(directory, state.current().options) as tracker,
-        state.opened(tracker=tracker),
-    ):
-        yield
 
 
 def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:

@@ -110,19 +110,6 @@ class NearShare:
         self._asked: PollableResult[bytes] | None = None
         self._has_arrived = False
 
-    @classmethod
-    def of(
-        cls,
-        records: Records,
-        context: SaveContext,
-        layouts: LayoutStore,
-        faults: Faults,
-        replicas: Replicas | None = None,
-    ) -> NearShare | None:
-        """Returns this rank's part; None if all files are in the checkpoint's directory."""
-        is_near = records.columns["is_near"].any()
-        return cls(records, context, layouts, faults, replicas) if is_near else None
-
     # -- rank 0 -----------------------------------------------------------------------------------------
 
     def offer(self, files: SmallFiles) -> None:
