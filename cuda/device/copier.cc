@@ -87,7 +87,7 @@ void DeviceCopier::Count(uint64_t bytes, bool bounded) {
     if (now >= marked_.place + kCopiesPerEvent || sum >= marked_.bytes + kBytesPerEvent) MarkHere();
   }
   if (now > kMostInFlight) WaitFor(now - kMostInFlight);
-  if (sum > most_bytes_) WaitForBytes(sum - most_bytes_);
+  if (sum > most_bytes_) WaitUntil(&Mark::bytes, sum - most_bytes_);
 }
 
 void DeviceCopier::MarkHere() {
@@ -98,29 +98,16 @@ void DeviceCopier::MarkHere() {
   marked_ = mark;
 }
 
-void DeviceCopier::WaitFor(Place place) {
+void DeviceCopier::WaitFor(Place place) { WaitUntil(&Mark::place, place); }
+
+void DeviceCopier::WaitUntil(uint64_t Mark::*count, uint64_t least) {
   Mark mark;
   {
     const MutexLock lock(marking_);
-    if (done_.place >= place) return;
-    if (marked_.place < place) MarkHere();
-    mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.place >= place; });
+    if (done_.*count >= least) return;
+    if (marked_.*count < least) MarkHere();
+    mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.*count >= least; });
   }
-  Await(mark);
-}
-
-void DeviceCopier::WaitForBytes(uint64_t bytes) {
-  Mark mark;
-  {
-    const MutexLock lock(marking_);
-    if (done_.bytes >= bytes) return;
-    if (marked_.bytes < bytes) MarkHere();
-    mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.bytes >= bytes; });
-  }
-  Await(mark);
-}
-
-void DeviceCopier::Await(const Mark& mark) {
   driver_->Synchronize(mark.event->get());
   std::deque<Mark> over;  // destroyed after the lock
   const MutexLock lock(marking_);

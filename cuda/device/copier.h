@@ -104,8 +104,8 @@ class DeviceCopier {
   void Enqueue(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows,
                bool bounded);
   void Count(uint64_t bytes, bool bounded);  // a copy that was enqueued
-  void WaitForBytes(uint64_t bytes);         // in the order of the stream
-  void Await(const Mark& mark);
+  // Returns when the stream has reached the first mark at which that count is at least `least`.
+  void WaitUntil(uint64_t Mark::*count, uint64_t least);
   void MarkHere() REQUIRES(marking_);
 
   const uint64_t most_bytes_;

@@ -326,8 +326,8 @@ class FileSave:
     def _reaches(self, milestone: native.Milestone, seconds: float = math.inf) -> bool:
         """Waits for a milestone; returns False after `seconds`."""
         deadline = time.monotonic() + seconds
-        while not self._job.wait(milestone, native.SLICE_SECONDS):
-            if time.monotonic() > deadline:
+        while not self._job.wait(milestone, max(min(native.SLICE_SECONDS, deadline - time.monotonic()), 0.0)):
+            if time.monotonic() >= deadline:
                 return False
         return True
 
@@ -337,11 +337,7 @@ class FileSave:
 
     def wait_hashed(self, seconds: float) -> bool:
         """Waits until all digests are taken, or the save has failed; returns False after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.WRITTEN, max(min(native.SLICE_SECONDS, seconds), 0.0)):
-            if time.monotonic() >= deadline:
-                return False
-        return True
+        return self._reaches(native.Milestone.WRITTEN, seconds)
 
     def stream_waited(self) -> float:
         """Returns the seconds for which the trainer's stream has waited for copies, by the device's clock."""
