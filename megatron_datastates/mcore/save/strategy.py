@@ -43,6 +43,10 @@ Transform = Callable[[StateProvider], StateProvider]
 FarPublished = Callable[[Path], Callable[[SaveId, bool], None] | None]
 
 
+def _is_not_known(*args: Any) -> None:
+    return None
+
+
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Saves in the datastates format; for `dist_checkpointing.save`.
 
@@ -71,6 +75,9 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         register(providers)
         self.assume_immutable = assume_immutable
         self._transform = transform
+        # Known in training loops only. Without the first, a save leaves near tiers out.
+        self._far_published: FarPublished = _is_not_known
+        self._origin: Callable[[], Origin | None] = _is_not_known
         self.options = options or Options.from_environment()
 
     def is_lazy(self) -> bool:
@@ -105,14 +112,6 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def fence(self) -> None:
         """Waits until all memory that saves were reading may be changed. See mcore.fence."""
         fences.fence()
-
-    def _far_published(self, checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
-        """Returns None: without knowing who tracks its checkpoints, a save leaves the near tier out."""
-        return None
-
-    def _origin(self) -> Origin | None:
-        """Returns None: what was resumed from is known in training loops only."""
-        return None
 
     def _extras(self) -> PublicationExtras:
         own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
@@ -159,25 +158,19 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         in_loop: Callable[[], bool] = lambda: True,
         started: Callable[[Publication], None] = lambda publication: None,
         transform: Transform | None = None,
-        far_published: FarPublished = lambda checkpoint: None,
-        origin: Callable[[], Origin | None] = lambda: None,
+        far_published: FarPublished = _is_not_known,
+        origin: Callable[[], Origin | None] = _is_not_known,
     ) -> None:
         super().__init__(options=options, transform=transform)
         self._in_loop = in_loop
         self._started = started
-        self._on_far_published = far_published
-        self._on_origin = origin
+        self._far_published = far_published
+        self._origin = origin
 
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         request = super().async_save(*args, **kwargs)
         self._started(request.async_fn.publication)
         return request
-
-    def _far_published(self, checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
-        return self._on_far_published(checkpoint)
-
-    def _origin(self) -> Origin | None:
-        return self._on_origin()
 
     def is_lazy(self) -> bool:
         return self._in_loop()
