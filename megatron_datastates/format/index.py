@@ -45,7 +45,7 @@ _MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets
 _MOST_ENTRIES = 1 << 32  # of a footer
 _MOST_SIMILAR = 2  # keys in a message
 _MOST_COMPARED = 5000  # keys; of so many, the comparison takes less than a second
-Described = tuple[str, str, tuple[int, ...], bool]  # key, dtype, global shape, whether it is encoded
+TensorFacts = tuple[str, str, tuple[int, ...], bool]  # key, dtype, global shape, whether it is encoded
 # Yields the bytes of each range (offset, size) of the index file. The ranges are in the order of the file.
 ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
 
@@ -257,7 +257,7 @@ class StoredTensors(Mapping[str, TensorEntry]):
         rows = self.directory.rows([numbers[key] for key in keys])
         sections = self.read([(row.at, row.stored_bytes) for row in rows])
         name = self.directory.name
-        groups: dict[int, tuple[list[Described], list[Words]]] = defaultdict(lambda: ([], []))
+        groups: dict[int, tuple[list[TensorFacts], list[Words]]] = defaultdict(lambda: ([], []))
         for key, row, section in zip(keys, rows, sections, strict=True):
             described, columns = groups[len(row.global_shape)]
             described.append((key, self._dtype(row, key), row.global_shape, bool(row.flags & ENCODED)))
@@ -284,7 +284,7 @@ class StoredTensors(Mapping[str, TensorEntry]):
 
 
 def _checked_entries(
-    tensors: Sequence[Described], columns: Words, bounds: Sequence[int], files: int, name: str
+    tensors: Sequence[TensorFacts], columns: Words, bounds: Sequence[int], files: int, name: str
 ) -> dict[str, TensorEntry]:
     """Returns entries by key, of tensors of d dimensions whose sections stand side by side in `columns`.
 

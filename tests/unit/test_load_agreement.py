@@ -14,7 +14,7 @@ from megatron_datastates.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, is_damage
+from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, is_caused_by_damage
 
 
 def reported(*texts: str | None) -> str:
@@ -45,12 +45,12 @@ def raised_from(cause: DataStatesError) -> Exception:
 
 @pytest.mark.parametrize("kind", [CorruptDataError, StorageError, FormatError, NotACheckpointError])
 def test_damage_is_damage(kind):
-    assert is_damage(raised_from(kind("x")))
+    assert is_caused_by_damage(raised_from(kind("x")))
 
 
 @pytest.mark.parametrize("kind", [MissingKeyError, UnsupportedFormatError, UnsafeObjectError])
 def test_what_an_older_checkpoint_would_say_too_is_no_damage(kind):
-    assert not is_damage(raised_from(kind("x")))
+    assert not is_caused_by_damage(raised_from(kind("x")))
 
 
 def test_damage_on_any_rank_is_the_cause_on_all():

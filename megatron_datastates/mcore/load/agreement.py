@@ -53,7 +53,7 @@ _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _LISTED = 3  # different failures, and ranks of each, that a message lists
 
 
-def is_damage(error: BaseException) -> bool:
+def is_caused_by_damage(error: BaseException) -> bool:
     """Returns whether a load failed because of the checkpoint's files: an older checkpoint may load."""
     cause = error.__cause__
     return isinstance(cause, _DAMAGE) and not isinstance(cause, UnsafeObjectError)

@@ -19,7 +19,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
-from megatron_datastates.mcore.load.agreement import Agreement, is_damage
+from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.mcore.training.origin import note_load
@@ -61,7 +61,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 _require_loader()
                 return result
             except CheckpointingException as error:
-                if not is_damage(error) or not _all_ranks_are_here(load):
+                if not is_caused_by_damage(error) or not _all_ranks_are_here(load):
                     raise
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
             except RuntimeError as error:  # Megatron's own refusal, the same on all ranks

@@ -159,12 +159,12 @@ def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
 def files_in_manifest(path: Path) -> set[str]:
     """Returns the files of ours that a manifest names; none if it is missing or damaged. Raises OSError."""
     try:
-        return set(filter(is_own_file_name, names_in(read_regular(path, MANIFEST_BYTES))))
+        return set(filter(is_own_file_name, names_in_manifest(read_regular(path, MANIFEST_BYTES))))
     except FileNotFoundError:
         return set()
 
 
-def names_in(manifest: bytes | None) -> set[str]:
+def names_in_manifest(manifest: bytes | None) -> set[str]:
     """Returns what a manifest of these bytes names; nothing if there is none, or it is damaged."""
     try:
         return Manifest.decode(manifest, MANIFEST_NAME).names if manifest is not None else set()

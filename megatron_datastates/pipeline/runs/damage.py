@@ -26,7 +26,7 @@ from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own
 _MOST_NAMED = 4  # of what is corrupt, in one message
 
 
-class Described(Protocol):
+class OpenFiles(Protocol):
     """What a description needs of an open checkpoint."""
 
     manifest: Manifest
@@ -57,7 +57,7 @@ def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
         yield key, entry
 
 
-def describe_blocks(checkpoint: Described, bad_blocks: Sequence[tuple[int, int]]) -> str:
+def describe_blocks(checkpoint: OpenFiles, bad_blocks: Sequence[tuple[int, int]]) -> str:
     """Names what is in blocks whose checksums differ, each (file, block), by file."""
     by_file: dict[int, list[int]] = defaultdict(list)
     for file, block in bad_blocks:
@@ -73,7 +73,7 @@ def describe_blocks(checkpoint: Described, bad_blocks: Sequence[tuple[int, int]]
     )
 
 
-def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> str:
+def _describe_file(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) -> str:
     places = some_of([str(block * BLOCK_BYTES) for block in blocks], _MOST_NAMED)
     keys = _listed(keys_in_blocks(checkpoint, file, blocks))
     rank = checkpoint.manifest.files[file].rank
@@ -87,7 +87,7 @@ def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> s
     )
 
 
-def keys_in_blocks(checkpoint: Described, file: int, blocks: Sequence[int]) -> list[str]:
+def keys_in_blocks(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) -> list[str]:
     """Returns the names of tensors, objects and streams with bytes in these blocks of a data file."""
     bad, footer = np.array(sorted(blocks), np.int64), checkpoint.footer(file)
     found = []

@@ -30,7 +30,7 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.files import METADATA_BYTES, changed_at, is_object, read_regular
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
-from megatron_datastates.pipeline.publishing.presence import names_in
+from megatron_datastates.pipeline.publishing.presence import names_in_manifest
 
 MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 
@@ -138,7 +138,7 @@ def under_way(unnamed: Sequence[UnnamedFile], min_age_seconds: float) -> str | N
 
 def _named_by(manifest: Path) -> set[str]:
     try:
-        return names_in(content_of(manifest))
+        return names_in_manifest(content_of(manifest))
     except OSError:
         if is_object(manifest):
             raise  # a store that does not answer has not said that there is none

@@ -23,7 +23,7 @@ from megatron_datastates import stores
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.publishing.presence import names_in
+from megatron_datastates.pipeline.publishing.presence import names_in_manifest
 from megatron_datastates.pipeline.runs.runs import Iteration, format_answered, require_tracked
 from megatron_datastates.pipeline.upkeep.left_overs import (
     content_of,
@@ -40,7 +40,8 @@ class ObjectRemoval:
         self._one, self._path, self._faults = one, one.path, faults or Faults("")
         self._names = {found.name for found in stores.all_below(one.path)}
         self._content = content_of(one.path / MANIFEST_NAME)
-        self._names |= names_in(self._content) | names_in(content_of(one.path / REMOVAL_NAME))
+        self._names |= names_in_manifest(self._content)
+        self._names |= names_in_manifest(content_of(one.path / REMOVAL_NAME))
         self._names.add(METADATA_NAME)
         self._names -= {MANIFEST_NAME, REMOVAL_NAME}
 
