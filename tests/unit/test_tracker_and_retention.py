@@ -76,9 +76,41 @@ def test_a_tracker_that_cannot_be_read_now_is_not_damaged(
     assert (root / TRACKER_NAME).read_text() == "100" and caplog.text == ""
 
 
+def test_a_damaged_tracker_that_cannot_be_read_again_is_repaired(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / TRACKER_NAME).write_text("damaged")
+    reads = iter([b"damaged"])
+
+    def read_once(*args: Any) -> bytes:
+        for text in reads:
+            return text
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(tracker, "read_regular", read_once)
+    tracker.mend(root / TRACKER_NAME)
+    assert (root / TRACKER_NAME).read_text() == "200"
+
+
 def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):
     (root / "iter_0000100" / OURS).unlink()
     assert read(root, "") == ""
+
+
+def test_nothing_is_cleaned_up_while_the_tracker_cannot_be_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    clean_up = retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)
+    with monkeypatch.context() as broken:
+        broken.setattr(runs, "read_regular", fail)
+        clean_up(str(root), 1)
+    assert (root / "iter_0000100").exists()
+    assert "were not cleaned up: [Errno 5] Input/output error" in caplog.text
+    clean_up(str(root), 1)
+    assert not (root / "iter_0000100").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,12 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.training import near
 from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs.runs import find_iterations, is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import (
+    find_iterations,
+    is_complete,
+    read_tracked,
+    tracked_iteration,
+)
 
 logger = logging.getLogger(__name__)
 _under_way: list[Publication] = []  # used by the trainer's thread only, as is _about_to_save
@@ -72,12 +77,16 @@ def deletable(root: Path, leave: int) -> list[Path]:
     """Returns the directories in `root` that cleanup may delete, oldest first: see the module's rules.
 
     An incomplete directory older than a complete one was left by a crash, and is deleted.
+
+    Raises:
+        OSError: the directory cannot be listed, or its tracker not be read: what it names may be the one to
+            resume from.
     """
     found = [one for one in find_iterations(root) if not one.path.is_symlink()]
     complete = [one.number for one in found if one.complete]
     if not complete:
         return []
-    kept = {*complete[-leave:], tracked_iteration(root / TRACKER_NAME)}
+    kept = {*complete[-leave:], read_tracked(root / TRACKER_NAME)}
     return [
         one.path
         for one in found
@@ -107,7 +116,7 @@ def wrap_cleanup_old_non_persistent_checkpoint(original: Callable[..., Any]) -> 
             directories = deletable(path_of(save_dir), leave_ckpt_num)
         except OSError as error:
             logger.warning(
-                "non-persistent checkpoints in %s were not cleaned up: the directory cannot be listed: %s",
+                "non-persistent checkpoints in %s were not cleaned up: %s",
                 save_dir,
                 error,
             )
