@@ -29,7 +29,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.publishing.polls import Polls
 from megatron_datastates.pipeline.saving.milestones import SaveContext

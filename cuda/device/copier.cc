@@ -100,7 +100,7 @@ void DeviceCopier::MarkHere() {
 
 void DeviceCopier::WaitFor(Place place) { WaitUntil(&Mark::place, place); }
 
-void DeviceCopier::WaitUntil(uint64_t Mark::*count, uint64_t least) {
+void DeviceCopier::WaitUntil(uint64_t Mark::* count, uint64_t least) {
   Mark mark;
   {
     const MutexLock lock(marking_);

@@ -105,7 +105,7 @@ class DeviceCopier {
                bool bounded);
   void Count(uint64_t bytes, bool bounded);  // a copy that was enqueued
   // Returns when the stream has reached the first mark at which that count is at least `least`.
-  void WaitUntil(uint64_t Mark::*count, uint64_t least);
+  void WaitUntil(uint64_t Mark::* count, uint64_t least);
   void MarkHere() REQUIRES(marking_);
 
   const uint64_t most_bytes_;

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_datastates.errors import CorruptDataError, DataStatesError, is_damage
-from megatron_datastates.pipeline.publishing.agreement import gather_objects
+from megatron_datastates.pipeline.publishing.collectives import gather_objects
 
 T = TypeVar("T")
 _LONGEST_STEP = timedelta(days=7)  # a rank may have all the large files

@@ -6,6 +6,8 @@ it, and no program accepts a damaged one.
 
 from __future__ import annotations
 
+import builtins
+import hashlib
 import re
 import zlib
 from typing import NoReturn, TypeVar
@@ -48,6 +50,10 @@ class OtherFile(msgspec.Struct, frozen=True):
     name: str
     bytes: int
     sha256: str
+
+    @classmethod
+    def of(cls, name: str, data: builtins.bytes) -> OtherFile:
+        return cls(name, len(data), hashlib.sha256(data).hexdigest())
 
 
 class ProviderEntry(msgspec.Struct, frozen=True):

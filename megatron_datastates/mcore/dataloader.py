@@ -126,7 +126,7 @@ class LoopDataLoader:
         Raises:
             ProviderError: on all ranks, if one has an iterator that starts from the beginning by mistake.
         """
-        from megatron_datastates.pipeline.publishing.agreement import ranks_of, sum_now
+        from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
         is_forgotten = [int(self._loaded is not None and train_iterator is not None)]
         counts = sum_now(is_forgotten) if len(ranks_of()) > 1 else is_forgotten

@@ -19,7 +19,7 @@ from megatron_datastates.errors import printable
 from megatron_datastates.files import any_path
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.read_costs import ReadCosts
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.report import Reporter, milliseconds
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.polls import Polls
 from megatron_datastates.pipeline.saver import Saver, SaveSession

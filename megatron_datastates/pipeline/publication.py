@@ -42,7 +42,7 @@ from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.replicas import Replicas
 from megatron_datastates.pipeline.near.share import NearShare
-from megatron_datastates.pipeline.publishing.agreement import PendingResult
+from megatron_datastates.pipeline.publishing.collectives import PendingResult
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange

@@ -25,7 +25,7 @@ from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Polls, Turn

@@ -16,7 +16,7 @@ How the number of states is kept small: a behaviour has one fault (a death or a 
 run's if both do the same; the ranks of a save do the same until they are durable, so rank 1 is never ahead
 of rank 0; a removal takes the names in one order; metadata.json, which names no files, is only a step that
 may fail. Polls are one step that all ranks take once there is something to agree on: how they agree is
-tested with pipeline/publishing/agreement.py and in tests/faults.
+tested with pipeline/publishing/collectives.py and in tests/faults.
 
 What the search shows to be redundant: the ranks' own syncs of the directory (the sync after the index
 repeats them), and prune's second look at left-overs (its guard suffices; the look backs it up).

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 
 GARBAGE = 0xEE
 HARMLESS = {"view", "unbind", "numel", "__getitem__", "__len__", "__get__"}

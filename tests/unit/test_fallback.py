@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.upkeep.fallback import FallbackSearch, find_older_checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint

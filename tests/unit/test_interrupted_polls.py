@@ -19,7 +19,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.ranks_in_turn import RanksInTurn

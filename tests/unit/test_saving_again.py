@@ -16,7 +16,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.pipeline.upkeep.verify import verify

@@ -151,7 +151,7 @@ class Agreement:
             raise
 
     def _compare(self, metadata: Iterable[Any] | None) -> None:
-        from megatron_datastates.pipeline.publishing.agreement import gather_objects
+        from megatron_datastates.pipeline.publishing.collectives import gather_objects
 
         if not self._gathers:
             self._raise_if_any(self._group)
@@ -164,7 +164,7 @@ class Agreement:
         """Whether other process groups may be loading at the same time, and exchange with this one."""
         import torch.distributed as dist
 
-        from megatron_datastates.pipeline.publishing.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
         return self.is_parallel and len(ranks_of(self._group)) < dist.get_world_size()
 
@@ -177,7 +177,7 @@ class Agreement:
         import torch.distributed as dist
         from megatron.core.dist_checkpointing import validation
 
-        from megatron_datastates.pipeline.publishing.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
         if dist.get_rank() == ranks_of(self._group)[0]:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
@@ -192,7 +192,7 @@ class Agreement:
         Raises:
             Exception: `problem`, or what `here` raised on this rank, after the collective call.
         """
-        from megatron_datastates.pipeline.publishing.agreement import sum_now
+        from megatron_datastates.pipeline.publishing.collectives import sum_now
 
         found, error = False, problem
         try:
@@ -219,7 +219,7 @@ class Agreement:
         self._raise_if_any(self._group)
 
     def _raise_if_any(self, group: Any, *, compares: bool = True) -> None:
-        from megatron_datastates.pipeline.publishing.agreement import gather_objects, sum_now
+        from megatron_datastates.pipeline.publishing.collectives import gather_objects, sum_now
 
         failed, *sums = sum_now([int(self.failure is not None), *_terms(self.save_id)], group)
         if failed:
@@ -237,7 +237,7 @@ class Agreement:
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
         from megatron_datastates.mcore.errors import LoadMismatch, MegatronLoadFailedError
-        from megatron_datastates.pipeline.publishing.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
         ranks = ranks_of(group)
         by_rank = zip(ranks, everyone, strict=True)
@@ -379,7 +379,7 @@ def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
     """Returns None if no other rank is known to take part in this load."""
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
-    from megatron_datastates.pipeline.publishing.agreement import ranks_of
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
     group = arguments.get("process_group")  # since 0.19
     strict = parse_strict_flag(arguments["strict"])
@@ -393,7 +393,7 @@ def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
 def _is_parallel(strategy: Any) -> bool:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    from megatron_datastates.pipeline.publishing.agreement import ranks_of
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
     parallel = isinstance(strategy, FullyParallelLoadStrategyWrapper)
     return parallel and len(ranks_of(strategy.parallelization_group)) > 1

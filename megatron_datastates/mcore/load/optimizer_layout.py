@@ -59,7 +59,7 @@ from megatron_datastates.pipeline.loading.optimizer_groups import (
     from_objects,
     matched,
 )
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.plan.boxes import Box, bounding_box
 from megatron_datastates.providers.named import dictionaries
 

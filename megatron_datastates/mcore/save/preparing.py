@@ -100,7 +100,7 @@ def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
     In a full save of a structure that is not declared constant, ranks exchange metadata: all ranks do, or
     none. Looks are collective only then: no save but the first waits for other ranks.
     """
-    from megatron_datastates.pipeline.publishing.agreement import ranks_of, sum_now
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
     unready = [int(thin is None)]
     if not saving.is_constant and len(ranks_of()) > 1:

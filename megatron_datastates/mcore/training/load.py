@@ -140,7 +140,7 @@ def _require_chosen(purpose: str) -> None:
     """
     from megatron.training.checkpointing import get_args
 
-    from megatron_datastates.pipeline.publishing.agreement import Collectives
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
 
     args = get_args()
     wanted = _wanted(args)
@@ -194,7 +194,7 @@ def _options() -> Options:
 
 def _all_ranks_are_here(load: state.Load) -> bool:
     """Returns whether all ranks are handling this failure, so that they may communicate."""
-    from megatron_datastates.pipeline.publishing.agreement import ranks_of
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
     return load.failed_on_all_ranks or len(ranks_of()) == 1
 
@@ -208,7 +208,7 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
     def _load_base_checkpoint(
         load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
     ) -> Any:
-        from megatron_datastates.pipeline.publishing.agreement import ranks_of
+        from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
         load = state.current()
         if not rank0 or not load.in_training_loop or len(ranks_of()) == 1:
@@ -301,7 +301,7 @@ def _advice(load: state.Load) -> str:
     """Returns what the user can do. Collective if the ranks search for an older checkpoint."""
     from megatron.training.checkpointing import get_args
 
-    from megatron_datastates.pipeline.publishing.agreement import Collectives
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint
 
     args, directory = get_args(), any_path(load.directory or "")

@@ -20,7 +20,7 @@ def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> 
         manifest: that the load has read, if it is of our format.
     """
     global _loaded
-    from megatron_datastates.pipeline.publishing.agreement import Collectives
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
 
     iteration = result[0] if isinstance(result, tuple) else result
     if not isinstance(iteration, int):

@@ -56,7 +56,7 @@ from megatron_datastates.pipeline.near.places import (
     published_in,
     warn_if_shared,
 )
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.runs.jobs import Job
 

@@ -22,7 +22,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
-from megatron_datastates.pipeline.publishing.agreement import Collectives, PollableResult
+from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files, sync_above

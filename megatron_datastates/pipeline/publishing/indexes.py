@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.publishing.agreement import Collectives, PollableResult
+from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.saving.records import Records, SavedPart
 from megatron_datastates.pipeline.saving.save import RankSave

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.publishing.agreement import Collectives, PendingResult
+from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
 
 FLAGS = 5  # numbers that each save adds to the sum
 

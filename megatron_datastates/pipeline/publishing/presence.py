@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Callable, Collection
@@ -189,7 +188,7 @@ def other_file_entry(path: Path, check: Callable[[bytes, str], None]) -> OtherFi
     data = sync_file(path)
     if path.name == COMMON_FILE:
         check(data, path.name)
-    return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
+    return OtherFile.of(path.name, data)
 
 
 def holds_exactly(path: Path, data: bytes) -> bool:

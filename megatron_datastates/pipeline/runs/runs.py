@@ -41,6 +41,7 @@ from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
     METADATA_NAME,
+    RELEASE_NAME,
     TORCH_DIST,
     TORCH_DIST_INDEX,
     is_of_a_format,
@@ -343,7 +344,7 @@ def require_tracked(tracker: Path) -> int | None:
         more = "" if is_denied(error) else f"; {advice}"
         raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}{more}") from error
     named = iteration_named(text)
-    if named is None and text.strip() != b"release":
+    if named is None and text.strip() != RELEASE_NAME.encode():
         raise FormatError(f"the tracker {tracker} holds neither a number nor 'release': {advice}")
     return named
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
 from megatron_datastates.format.directory import iteration_in_name, iteration_name
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.runs import find_published

@@ -329,7 +329,7 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
         data = read_small(common, OBJECT_BYTES)
         _refuse_broken_archive(common, data)
         notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
-        return [OtherFile(common.name, len(data), hashlib.sha256(data).hexdigest())]
+        return [OtherFile.of(common.name, data)]
     if METADATA_NAME in names and "common_backend" in _metadata(path):  # Megatron wrote one
         _refuse(path, f"{common} is missing: without it, Megatron cannot load the checkpoint")
     notes.append(f"it has no common state: neither {COMMON_FILE} nor an object {COMMON_STATE_KEY!r}")
@@ -347,7 +347,7 @@ def _dcp_facts(path: Path, save_id: SaveId, notes: list[str]) -> list[OtherFile]
     except FormatError as error:
         notes.append(f"{facts} is left out, as it is damaged ({error}): for DCP, keys have no nesting")
         return []
-    return [OtherFile(facts.name, len(data), hashlib.sha256(data).hexdigest())]
+    return [OtherFile.of(facts.name, data)]
 
 
 def _refuse_broken_archive(path: Path, data: bytes) -> None:

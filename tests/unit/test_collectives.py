@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_datastates.pipeline.publishing import agreement
-from megatron_datastates.pipeline.publishing.agreement import Collectives
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 
 RANKS = 3
 
