@@ -101,7 +101,7 @@ class Saver:
         self.options = options
         self.session = session
         self._engine: StagingEngine | None = None
-        self.lender: Saver | None = None  # whose engine this one uses; it is closed later
+        self.engine_owner: Saver | None = None  # whose engine this one uses; it is closed later
         self.used_at = 0.0  # by time.monotonic: when a save was to be made with it
         self.before_object_store: Callable[[], None] = lambda: None  # called before each save into one
         self._faults = Faults(options.faults)
@@ -372,8 +372,8 @@ class Saver:
         return all(over) and all(p.join(0.0) for p in self._unfinished) and self.reporter.flush(0.0)
 
     def _get_engine(self) -> StagingEngine:
-        if self.lender is not None:
-            return self.lender._get_engine()
+        if self.engine_owner is not None:
+            return self.engine_owner._get_engine()
         if self._engine is None:
             self._engine = StagingEngine(self.options)
         return self._engine
@@ -412,7 +412,7 @@ class Saver:
             )
 
     def _pool_facts(self) -> dict[str, object]:
-        engine = (self.lender or self)._engine
+        engine = (self.engine_owner or self)._engine
         return engine.pool_facts() if engine is not None else {}
 
 

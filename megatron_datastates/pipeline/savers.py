@@ -1,7 +1,7 @@
 """The savers of a process: one for each set of options, made on demand and closed when the interpreter ends.
 
-Savers whose options are one to an engine use that of the first of them, their lender. Of savers that have
-nothing to do, the last few are kept.
+Savers whose options differ in nothing that an engine knows share the engine of the first of them. Of savers
+that have nothing to do, the last few are kept.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> 
         _close_idle(kind)
         found = kind(options, session)
         found.before_object_store = _close_before_pools
-        found.lender = _lender_for(kind, options)
-        _savers[kind, options] = found  # after its lender: close_all begins with the last one
+        found.engine_owner = _engine_owner(kind, options)
+        _savers[kind, options] = found  # after its owner: close_all begins with the last one
     found.used_at = time.monotonic()
     return found
 
 
-def _lender_for(kind: type[Saver], options: Options) -> Saver | None:
+def _engine_owner(kind: type[Saver], options: Options) -> Saver | None:
     """Returns a saver with an engine such as these options ask for, if there is one.
 
     Faults are counted by each engine. Savers of other kinds start saves on several threads at once.
@@ -69,24 +69,24 @@ def _lender_for(kind: type[Saver], options: Options) -> Saver | None:
         (
             saver
             for (other, theirs), saver in list(_savers.items())
-            if other is kind and saver.lender is None and engine_options(theirs) == wanted
+            if other is kind and saver.engine_owner is None and engine_options(theirs) == wanted
         ),
         None,
     )
 
 
 def _close_idle(kind: type[Saver]) -> None:
-    """Closes savers of this kind that have nothing to do, but for the ones used last and for lenders.
+    """Closes savers of this kind that have nothing to do, but for the ones used last and owners of engines.
 
     A program may save with other options each time, such as a report file for each checkpoint.
     """
-    for borrows in (True, False):
+    for shares in (True, False):
         savers = list(_savers.items())
-        lenders = {saver.lender for _, saver in savers}
+        owners = {saver.engine_owner for _, saver in savers}
         group = [
             (key, saver)
             for key, saver in savers
-            if key[0] is kind and (saver.lender is not None) is borrows and saver not in lenders
+            if key[0] is kind and (saver.engine_owner is not None) is shares and saver not in owners
         ]
         for key, saver in sorted(group, key=lambda one: one[1].used_at)[:-_KEPT_IDLE]:
             if saver.close_if_idle():

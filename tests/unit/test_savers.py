@@ -86,7 +86,7 @@ def test_options_that_were_used_lately_keep_their_engine(tmp_path: Path) -> None
     assert kept in engines()
 
 
-@pytest.mark.parametrize("options", [{}, {"on_failure": "warn"}], ids=["own engine", "borrowed engine"])
+@pytest.mark.parametrize("options", [{}, {"on_failure": "warn"}], ids=["own engine", "shared engine"])
 def test_a_save_that_is_not_finished_keeps_its_engine(tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path / "first", **SMALL)
     handle = ds.async_save(STATE, tmp_path / "lazy", lazy=True, **SMALL, **options, lazy_delay=3600.0)
@@ -134,7 +134,7 @@ def test_memory_is_prepared_in_the_engine_that_is_shared() -> None:
     first, second = saver_for(OPTIONS), saver_for(dataclasses.replace(OPTIONS, on_failure="warn"))
     second.warm_up()
     first.warm_up()
-    assert second.lender is first and len(engines()) == 1
+    assert second.engine_owner is first and len(engines()) == 1
 
 
 def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_engines_read_no_option_that_is_one_to_them() -> None:
     assert engine_options(changed) == Options(staging_memory=9 * MIB)
 
 
-def test_a_saver_of_ones_own_lends_nothing() -> None:
+def test_a_saver_of_ones_own_shares_nothing() -> None:
     own = Saver(OPTIONS, SaveSession())
     own.warm_up()
     kept = saver_for(OPTIONS)
     kept.warm_up()
-    assert kept.lender is None and kept._engine is not own._engine
+    assert kept.engine_owner is None and kept._engine is not own._engine
     own.close()
