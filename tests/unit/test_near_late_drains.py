@@ -15,7 +15,7 @@ import pytest
 
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.near import drain, tier
 from megatron_datastates.pipeline.near.drain import Drain
@@ -27,7 +27,7 @@ from megatron_datastates.pipeline.runs import history, runs
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import note_job
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
-from tests.unit.states import data_files
+from tests.unit.states import data_files, flip
 from tests.unit.test_near_mishaps import eventually, restart
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon
@@ -424,6 +424,32 @@ def test_the_tracker_is_written_by_one_save_at_a_time(
         nodes.save(2)
     nodes.close()
     assert nodes.ranks.note_far.were_alone == [True, True]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("interval", [None, 50])
+def test_a_late_drain_does_not_pass_over_a_damaged_checkpoint_in_silence(
+    interval: int | None,
+    tmp_path: Path,
+    held: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = with_tracker(Nodes(tmp_path), interval)
+    gate, cluster = held(old, 100), Cluster(monkeypatch, old.roots)
+    old.save(100)
+    assert cluster.recover(old.run)[0] == 100
+    new = with_tracker(next_job(tmp_path), interval)
+    new.save(110, origin_in(new.directory(100), 100))
+    eventually(lambda: new.is_far(110) and tracked(new) == 110)
+    flip(new.directory(110) / MANIFEST_NAME, 100)
+    gate.set()
+    old.close()
+    assert tracked(old) == 100
+    assert "names iteration 100 now, not 110, whose manifest is damaged" in caplog.text
+    assert len(data_files(new.directory(110))) == 2, "it may be repaired"
+    abandon(new)
+    assert cluster.recover(old.run)[0] == 110, "from near tiers"
+    new.check(110)
 
 
 @pytest.mark.parametrize(("interval", "stays"), [(1000, False), (50, True), (None, True)])

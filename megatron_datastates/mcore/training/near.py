@@ -29,7 +29,7 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
 from megatron_datastates.pipeline.near.places import read_published, remove_folder, remove_saves
 from megatron_datastates.pipeline.runs.history import has_later_save
-from megatron_datastates.pipeline.runs.runs import is_complete, read_tracked, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked, tracked_iteration
 
 logger = logging.getLogger(__name__)
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
@@ -189,11 +189,14 @@ def _track(
         if named and named != iteration and is_complete(run / iteration_name(named)):
             _retire(run, iteration, retain_interval, save_id)
         return
-    before, is_later = None, False
+    before, is_later, is_damaged = None, False, False
     with contextlib.nullcontext() if is_retried else contextlib.suppress(OSError):
         named = read_tracked(run / TRACKER_NAME)
         if named and named != iteration:
-            is_later = _is_later(run / iteration_name(named), save_id, last_id)
+            directory = run / iteration_name(named)
+            found = read_published(directory)
+            is_later = found != last_id and has_later_save(directory, save_id)
+            is_damaged = found is None and is_published(directory)
         before = named  # last: what could not be read may be later, and is not deleted
     if is_later:
         logger.warning(
@@ -205,7 +208,15 @@ def _track(
         return
     write_whole(run / TRACKER_NAME, str(iteration).encode(), Faults(""), save_id)
     _tracked[run] = number, save_id
-    if before and before != iteration:
+    if is_damaged:
+        logger.warning(
+            "the tracker in %s names iteration %s now, not %s, whose manifest is damaged: that may be of a "
+            "later save, and is not deleted",
+            run,
+            iteration,
+            before,
+        )
+    elif before and before != iteration:
         _retire(run, before, retain_interval)
 
 
@@ -227,12 +238,3 @@ def _retire(run: Path, iteration: int, retain_interval: int | None, save_id: Sav
             remove_saves(directory, {save_id})
     except OSError as error:
         logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)
-
-
-def _is_later(directory: Path, save_id: SaveId, last: SaveId | None) -> bool:
-    """Returns whether a directory holds a save that is later than this one, and not this process's `last`.
-
-    Raises:
-        OSError: the manifest there, or the list of jobs, cannot be read.
-    """
-    return read_published(directory) != last and has_later_save(directory, save_id)
