@@ -17,7 +17,7 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.near import copying, places
+from megatron_datastates.pipeline.near import copying, places, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
@@ -155,6 +155,28 @@ def test_a_failed_save_keeps_nothing_in_memory_of_what_was_sent(tmp_path: Path) 
     assert nodes.save(2).outcome is Outcome.FAILED  # the last one is not forgotten yet
     gc.collect()
     assert near() is None
+    nodes.close()
+
+
+def test_failed_saves_leave_nothing_on_a_node_whose_saves_all_fail_near(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "sync directory of manifest:0:EIO"})
+    for iteration in (1, 2, 3, 4):  # node 1 takes every second one to --save
+        expected = Outcome.FAILED if iteration % 2 else Outcome.PUBLISHED
+        assert nodes.save(iteration).outcome is expected
+    eventually(lambda: nodes.kept(1) == [])
+    nodes.close()
+    nodes.check(4)
+
+
+def test_failed_saves_leave_nothing_where_the_others_all_go_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "sync directory of manifest:1:EIO"})
+    assert nodes.save(1).outcome is Outcome.FAILED
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000001"], "until another one is published"
+    monkeypatch.setattr(tier, "free_bytes", lambda root: 0)
+    assert nodes.save(2).outcome is Outcome.PUBLISHED
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == [])
     nodes.close()
 
 

@@ -312,6 +312,7 @@ def test_a_checkpoint_that_cannot_be_published_holds_up_no_newer_one(
         nodes.save(iteration)
     eventually(lambda: nodes.is_far(2) and nodes.is_far(3) and tracked(nodes) == 3)
     eventually(lambda: "is not published in" in caplog.text)
+    assert f"it is tried again, and {nodes.near(0, 1)} stays until then" in caplog.text
     assert published_in(nodes.directory(1)) != again
     assert nodes.kept(0)[0] == "iter_0000001" and nodes.kept(0)[-1] == "iter_0000003"
     is_readable.set()

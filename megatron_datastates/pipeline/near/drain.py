@@ -134,11 +134,18 @@ class Drain:
             self._room.note_far()
             self._note_change()
 
+    def note_published(self) -> None:
+        """Takes note of a published save of this job of which this process stores nothing near."""
+        with self._changed:
+            self._room.note_published()
+            self._note_change()
+
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Takes note of a failed save; as Room.note_failed."""
         with self._changed:
             self._room.note_failed(near, save_id, withdraw)
             self._note_change()
+        self._start("files of a failed save stay")
 
     def _note_change(self) -> None:
         self._may_evict = True
@@ -392,7 +399,13 @@ class Drain:
         """Takes note that a save could not be published. Others do not wait for its next attempt."""
         save.attempts, save.failed_at = save.attempts + 1, time.monotonic()
         if save.attempts == _REPORTED_ATTEMPT:
-            logger.error("%s is not published in %s yet: %s; it is tried again", save.name, save.far, error)
+            logger.error(
+                "%s is not published in %s yet: %s; it is tried again, and %s stays until then",
+                save.name,
+                save.far,
+                error,
+                save.near or "what other nodes have of it",
+            )
 
     def _is_to_be_tried_again(self, save: NearSave) -> bool:
         waited = time.monotonic() - save.failed_at

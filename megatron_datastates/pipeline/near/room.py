@@ -37,18 +37,25 @@ class Room:
         self._keep = keep
         self._earlier_jobs = EarlierJobs()
         self._failed: deque[tuple[Path, SaveId, Callable[[], bytes]]] = deque()  # see note_failed
+        self._has_published = False  # this job, near or far. Threads set it, and never take it back
 
     def begin(self, save: NearSave) -> None:
         """Takes note of a save that was just published near."""
+        self.note_published()
         if save.near is not None:
             self._earlier_jobs.begin(save.near.parent, save.save_id.run_id)
 
+    def note_published(self) -> None:
+        """Records that a save of this job is published, wherever its files are."""
+        self._has_published = True
+
     def note_far(self) -> None:
         """Records that a save of this job is far."""
+        self.note_published()
         self._earlier_jobs.is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
-        """Takes note of a failed save: its files in this folder go, if another one was published near.
+        """Takes note of a failed save: its files in this folder go, once another one is published.
 
         Args:
             withdraw: waits until the save stores nothing more there, and returns the manifest that was there
@@ -69,6 +76,8 @@ class Room:
             is_busy: returns whether a save is on its way.
             drain_now: called with a save that has to be far before another one may go.
         """
+        if self._has_published:
+            self._remove_failed()
         if not kept:
             return []
         self._remove_of_others(kept)
@@ -91,8 +100,13 @@ class Room:
                 _remove_unused(save.far)
         return gone
 
+    def _remove_failed(self) -> None:
+        while self._failed:
+            folder, save_id, withdraw = self._failed.pop()
+            _remove(folder, {save_id}, withdraw())
+
     def _remove_of_others(self, kept: Sequence[NearSave]) -> None:
-        """Removes what earlier jobs and failed saves have left."""
+        """Removes what earlier jobs have left."""
         newest = kept[-1]
         if newest.near is not None:
             count = len(kept) - self._keep
@@ -103,9 +117,6 @@ class Room:
                 lambda: any(save.is_far for save in kept),
             ):
                 _remove(folder, save_ids)
-        while self._failed:
-            folder, save_id, withdraw = self._failed.pop()
-            _remove(folder, {save_id}, withdraw())
 
 
 def _remove(folder: Path, save_ids: Collection[SaveId], replaced: bytes = b"") -> None:

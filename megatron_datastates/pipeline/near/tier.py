@@ -217,6 +217,7 @@ class NearTier:
         self._published += 1
         self._ranks = max(int((publication.records.columns["node"] == self._node).sum()), 1)
         if near.small_files is None or not (near.stores or is_first):
+            self.drain.note_published()
             return
         every = self._options.drain_every
         self.drain.add(
