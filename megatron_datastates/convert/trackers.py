@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron_datastates import stores
 from megatron_datastates.convert.sinks.sink import write_synced
 from megatron_datastates.convert.sinks.target import named_as
-from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.atomic_files import opened, sync_directory
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import is_object
+from megatron_datastates.files import is_object, lock
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TRACKER_NAME,
@@ -28,7 +29,8 @@ def how_to_load(source: Path, target: Path) -> str:
     Megatron loads only directories that it would name so itself. For another one, nothing is written.
     """
     if _is_megatrons(target.name):
-        return _name_it(target.absolute().parent, target.name, target.parent)
+        with one_at_a_time(target.absolute().parent):
+            return _name_it(target.absolute().parent, target.name, target.parent)
     number = iteration_in_name(source.name)
     name, step = ("iter_N", "N") if number is None else (iteration_name(number), str(number))
     return (
@@ -60,7 +62,22 @@ def copy_tracker(source: Path, target: Path, failed: Collection[str] = ()) -> tu
             f"{source / TRACKER_NAME} names {name}, which {why}: "
             f"choose another with --load {target} --ckpt-step N"
         ), True
-    return _name_it(target, name, target), False
+    with one_at_a_time(target):
+        return _name_it(target, name, target), False
+
+
+@contextlib.contextmanager
+def one_at_a_time(run: Path) -> Iterator[None]:
+    """Lets one call at a time read a run's tracker and write it, so that the later iteration stays.
+
+    Not so in object stores, and in file systems without locks. A training writes its tracker at any time.
+    """
+    if is_object(run):
+        yield
+        return
+    with opened(run, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        lock(descriptor, wait=True)
+        yield
 
 
 def _name_it(run: Path, name: str, shown: Path) -> str:

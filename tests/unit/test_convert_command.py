@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import megatron_datastates as ds
 from megatron_datastates.cli.convert import _Bars
+from megatron_datastates.convert import trackers
 from megatron_datastates.convert.job import no_progress
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import plan_conversion
@@ -216,6 +218,26 @@ def test_two_conversions_that_write_one_tracker_at_once_both_succeed(
     monkeypatch.setattr(Path, "rename", rename_late)
     write_tracker(tracker, b"10")
     assert tracker.read_bytes() == b"10" and os.listdir(tmp_path) == [TRACKER]
+
+
+def test_of_two_conversions_at_once_the_tracker_names_the_later_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, write = tmp_path / "made", trackers.write_tracker
+    for step in (2, 10):
+        (made / f"iter_{step:07d}").mkdir(parents=True)
+    later = threading.Thread(target=trackers.how_to_load, args=(tmp_path, made / "iter_0000010"))
+
+    def write_late(tracker: Path, text: bytes) -> None:
+        if text == b"2":
+            later.start()
+            later.join(0.5)  # it has decided by then, if nothing holds it
+        write(tracker, text)
+
+    monkeypatch.setattr(trackers, "write_tracker", write_late)
+    trackers.how_to_load(tmp_path, made / "iter_0000002")
+    later.join()
+    assert (made / TRACKER).read_text() == "10"
 
 
 @pytest.mark.parametrize("option", [[], ["--all"]])

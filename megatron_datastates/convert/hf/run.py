@@ -17,7 +17,7 @@ from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.planning import Plan, plan_conversion
 from megatron_datastates.convert.sinks.sink import Progress
-from megatron_datastates.convert.trackers import write_tracker
+from megatron_datastates.convert.trackers import one_at_a_time, write_tracker
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import BACKEND, RELEASE_NAME, TRACKER_NAME
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
@@ -49,8 +49,9 @@ def import_model(
     ranks = max(1, math.ceil(total / _FILE_BYTES))
     plan = plan_conversion(source, run / RELEASE_NAME, format=format, ranks=ranks)
     convert(plan, limits, progress=start(plan))
-    _refuse_others(run)
-    write_tracker(run / TRACKER_NAME, RELEASE_NAME.encode())
+    with one_at_a_time(run):
+        _refuse_others(run)
+        write_tracker(run / TRACKER_NAME, RELEASE_NAME.encode())
     return plan
 
 
