@@ -26,6 +26,7 @@ from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.runs.runs import Iteration
+    from megatron_datastates.pipeline.upkeep.left_overs import UnnamedFile
     from megatron_datastates.pipeline.upkeep.retention import OtherFormats, PrunePlan, RetentionRules
 
 _MIN_AGE_MINUTES = 60.0
@@ -77,8 +78,8 @@ def prune(
     everything else, bit for bit; Megatron loads them with --no-load-optim. Each is rewritten in its own
     directory, which needs space for its weights, and replaced atomically.
 
-    Exit codes: 0 removed, or listed; 1 a checkpoint could not be removed, or rewritten by --drop-optimizer
-    (the others were); 2 it cannot be done.
+    Exit codes: 0 removed, or listed; 1 a checkpoint or a left-over file could not be removed, or not
+    rewritten by --drop-optimizer (the others were, as far as they could be); 2 it cannot be done.
 
     \b
     Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
@@ -104,9 +105,16 @@ def prune(
             _print_plan(plan, sizes, yes)
         failed: list[tuple[Iteration, StorageError]] = []
         gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
-        swept = remove_left_overs(plan.left_overs, rules.min_age_seconds) if yes else []
     except (DataStatesError, OSError) as error:
         cannot(error)
+    swept: list[UnnamedFile] = []
+    lacks_some = bool(failed)
+    try:
+        if yes:
+            remove_left_overs(plan.left_overs, rules.min_age_seconds, gone=swept)
+    except StorageError as error:  # what was removed is printed all the same
+        note(f"datastates: {error}")
+        lacks_some = True
     if as_json:
         print(json.dumps(_plain(plan, sizes) | {
             "done": [one.number for one in gone], "left_overs_done": [str(file.path) for file in swept],
@@ -118,7 +126,7 @@ def prune(
         say(f"removed {checkpoints}{f', and {files}' if plan.left_overs else ''}")
     elif plan.removed or plan.left_overs:
         say("Nothing was removed. Add --yes to remove.")
-    if failed:
+    if lacks_some:
         raise click.exceptions.Exit(1)
 
 

@@ -41,12 +41,15 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
     for one, why in plan.kept:
         call.keep(one, why)
     for one in plan.removed:
-        if not one.complete:
-            call.keep(one, "incomplete: without --drop-optimizer, prune removes it")
-        elif yes and one not in plan_prune(root, rules, others, (one, plan)).removed:
-            call.keep(one, "a save into it may be under way")
-        else:
-            call.drop(one)
+        try:
+            if not one.complete:
+                call.keep(one, "incomplete: without --drop-optimizer, prune removes it")
+            elif yes and one not in plan_prune(root, rules, others, (one, plan)).removed:
+                call.keep(one, "a save into it may be under way")
+            else:
+                call.drop(one)
+        except (DataStatesError, OSError) as error:
+            call.fail(one, error)
     if as_json:
         print(json.dumps(call.found))
     else:
@@ -66,22 +69,16 @@ class _Call:
         self.found["kept"].append({"iteration": one.number, "path": str(one.path), "why": why})
 
     def drop(self, one: Iteration) -> None:
-        """Drops the optimizer's state of one checkpoint, or says what that would free."""
-        from megatron_datastates.convert.weights_only import UnfinishedError, plan_drop
+        """Drops the optimizer's state of one checkpoint, or says what that would free. Raises what fails."""
+        from megatron_datastates.convert.weights_only import plan_drop
         from megatron_datastates.pipeline.runs.runs import stored_bytes
 
         before = stored_bytes(one.path)
-        try:
-            plan = plan_drop(one.path)
-            if plan is None:
-                self.keep(one, "it has no optimizer state")
-                return
-            freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
-        except (DataStatesError, OSError) as error:
-            why = describe_error(error)
-            note(f"{one.path}: {'' if isinstance(error, UnfinishedError) else 'not changed: '}{why}")
-            self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": why})
+        plan = plan_drop(one.path)
+        if plan is None:
+            self.keep(one, "it has no optimizer state")
             return
+        freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
         verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
         self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")
         if plan.source.left_out:
@@ -89,6 +86,14 @@ class _Call:
         self.found["dropped"].append(
             {"iteration": one.number, "path": str(one.path), "bytes": before, "freed": freed}
         )
+
+    def fail(self, one: Iteration, error: DataStatesError | OSError) -> None:
+        """Notes that one could not be rewritten."""
+        from megatron_datastates.convert.weights_only import UnfinishedError
+
+        why = describe_error(error)
+        note(f"{one.path}: {'' if isinstance(error, UnfinishedError) else 'not changed: '}{why}")
+        self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": why})
 
     def _carry_out(self, plan: DropPlan) -> int:
         from megatron_datastates.convert.weights_only import drop_optimizer

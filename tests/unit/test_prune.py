@@ -24,7 +24,7 @@ from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from tests.unit import command
-from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, reasons, removed
+from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, put, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved
 from tests.unit.states import OPTIONS, data_files, new_saver, save
@@ -240,6 +240,49 @@ def test_what_cannot_be_removed_does_not_keep_the_others(root, monkeypatch):
     assert failed["iteration"] == 200 and "It is still complete" in failed["why"] and failed["why"] in errors
     code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes")
     assert code == 1 and "removed 0 of 1 checkpoint" in printed and "Permission denied" in errors
+
+
+def lose_when_gone(root, monkeypatch, number):
+    """Makes the run's directory fail to be listed as soon as a checkpoint is gone from it."""
+    scandir = os.scandir
+
+    def lost(path):
+        if Path(path) == root and not place(root, number).exists():
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", lost)
+
+
+def test_what_was_removed_before_the_storage_was_lost_is_printed(root, monkeypatch):
+    lose_when_gone(root, monkeypatch, 200)
+    code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes", "--json")
+    found = json.loads(printed)
+    assert code == 1 and found["done"] == [100, 200]
+    assert [one["iteration"] for one in found["failed"]] == [300, 400]
+    assert all(one["why"] in errors and f"{root} cannot be listed" in one["why"] for one in found["failed"])
+
+
+@pytest.mark.parametrize("option", [["--json"], []])
+def test_what_was_removed_before_a_left_over_could_not_be_is_printed(root, monkeypatch, option):
+    put(root, 300, "data-00000-0000000000000001-1.bin", 9000)
+    put(root, 400, "data-00000-0000000000000001-1.bin", 9000)
+    unlink = Path.unlink
+
+    def refused(path, **how):
+        if path.parent == place(root, 400):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        unlink(path, **how)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    code, printed, errors = command.run("prune", root, "--keep-last", "3", "--yes", *option)
+    assert code == 1 and f"left-overs were not removed from {place(root, 400)}: " in errors
+    if option:
+        found = json.loads(printed)
+        assert found["done"] == [100, 200] and found["failed"] == []
+        assert [Path(one).parent for one in found["left_overs_done"]] == [place(root, 300)]
+    else:
+        assert "removed all 2 checkpoints, and 1 of 2 left-over files" in printed
 
 
 def test_after_a_rollback_the_present_branch_is_kept_first(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import shutil
@@ -23,6 +24,8 @@ from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop
 from megatron_datastates.errors import CorruptDataError, OptionError, StorageError
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.directory import JOURNAL_NAME
+from megatron_datastates.pipeline.upkeep import retention
+from megatron_datastates.pipeline.upkeep.retention import PrunePlan
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.named import NamedState
@@ -175,6 +178,26 @@ def test_one_that_is_damaged_keeps_no_other_from_it(root: Path) -> None:
         assert look.look_at(place(root, 1)).state == "complete"
     else:
         assert code == 0 and "damaged: .metadata is missing" in printed
+
+
+@pytest.mark.parametrize("lost", [StorageError("the run cannot be listed"), OSError(errno.EIO, "lost")])
+def test_what_was_rewritten_before_the_storage_was_lost_is_printed(
+    root: Path, lost: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide, plans = retention.plan_prune, []
+
+    def decide_until_it_is_lost(*arguments: Any) -> PrunePlan:
+        if len(plans) == 2:
+            raise lost
+        plans.append(decide(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(retention, "plan_prune", decide_until_it_is_lost)
+    code, printed, errors = run("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes", "--json")
+    found = json.loads(printed)
+    assert code == 1 and f"{place(root, 2)}: not changed: " in errors
+    assert [one["iteration"] for one in found["dropped"]] == [1]
+    assert [one["iteration"] for one in found["failed"]] == [2]
 
 
 POINTS = [("write weights", 1), ("publish weights", 1), ("sync directory of", 1)]

@@ -168,20 +168,27 @@ def is_gone(directory: Path) -> bool:
 
 
 def remove_left_overs(
-    left_overs: Sequence[UnnamedFile], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
+    left_overs: Sequence[UnnamedFile],
+    min_age_seconds: float = MIN_AGE_SECONDS,
+    *,
+    gone: list[UnnamedFile] | None = None,
+    faults: str = "",
 ) -> list[UnnamedFile]:
     """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what it has removed.
 
     What somebody else removes meanwhile is left out.
 
+    Args:
+        gone: the list that is returned; after an error, too, it has what was removed.
+
     Raises:
         StorageError: something cannot be removed. What was removed before stays so.
     """
-    points, gone = Faults(faults), []
+    points, gone = Faults(faults), [] if gone is None else gone
     for directory in dict.fromkeys(file.path.parent for file in left_overs):
         files = [file for file in left_overs if file.path.parent == directory]
         try:
-            gone += _abort([file for file in files if file.upload], min_age_seconds, points)
+            _abort([file for file in files if file.upload], min_age_seconds, points, gone)
             if all(file.upload for file in files):
                 continue
             manifest = content_of(directory / MANIFEST_NAME)
@@ -203,11 +210,13 @@ def remove_left_overs(
     return gone
 
 
-def _abort(uploads: Sequence[UnnamedFile], min_age_seconds: float, points: Faults) -> list[UnnamedFile]:
-    """Ends uploads unless parts of them have come meanwhile; returns those that are over."""
+def _abort(
+    uploads: Sequence[UnnamedFile], min_age_seconds: float, points: Faults, gone: list[UnnamedFile]
+) -> None:
+    """Ends uploads unless parts of them have come meanwhile; adds those that are over to `gone`."""
     if not uploads:
-        return []
-    now, gone = time.time(), []
+        return
+    now = time.time()
     young = {
         one.upload_id
         for one in stores.uploads_below(uploads[0].path.parent)
@@ -218,7 +227,6 @@ def _abort(uploads: Sequence[UnnamedFile], min_age_seconds: float, points: Fault
             points.point("remove left-over")
             stores.abort(file.upload)
             gone.append(file)
-    return gone
 
 
 def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:

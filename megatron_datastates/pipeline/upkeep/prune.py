@@ -31,7 +31,7 @@ from pathlib import Path
 
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import Status, is_object, put_back, status_of
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
@@ -64,7 +64,7 @@ def prune(
 
     Raises:
         StorageError: something cannot be removed, and there is no `fails`. What was removed before stays so.
-        DataStatesError: as `plan_prune`.
+        DataStatesError: as `plan_prune`, before anything is removed or without `fails`.
     """
     points, gone = Faults(faults), []
     plan = plan_prune(root, rules, others)
@@ -80,6 +80,11 @@ def prune(
                     why = removal.run()
                 elif (why := _why_kept(one, again)) is None:
                     continue
+        except DataStatesError as error:  # of the second decision
+            if fails is None:
+                raise
+            fails(one, StorageError(f"{one.path} was not removed: {error}"))
+            continue
         except OSError as error:
             if is_gone(one.path):
                 continue  # another call, or the training, has removed it meanwhile
