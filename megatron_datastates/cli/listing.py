@@ -142,7 +142,7 @@ def _print(looks: list[Look]) -> None:
             look.format,
             _WORDS[look.state],
             size_text(look.bytes),
-            look.created.replace("T", " ")[:16],
+            look.created.replace("T", " ")[:16] or "-",
             str(look.ranks or "-"),
             parallelism_text(look.parallel) or "-",
         )

@@ -73,7 +73,7 @@ class Look:
     format: str  # as --ckpt-format names it; "unknown" where nothing says
     state: str  # COMPLETE, UNFINISHED, DAMAGED or UNREADABLE, which says nothing about it
     bytes: int  # of all its files
-    created: str  # UTC, ISO 8601
+    created: str  # UTC, ISO 8601; empty if it cannot be seen
     tracked: bool = False  # the run's tracker names it
     problem: str | None = None  # what is wrong
     note: str | None = None  # what is unusual, and does no harm
@@ -132,13 +132,13 @@ def look_at(path: Path, *, tracked: bool = False, records: Records | None = None
         records: of DCP's `.metadata`, if it has been read.
     """
     format = format_seen(path)
-    number = iteration_in_name(path.name)
-    look = Look(path, number, format, COMPLETE, stored_bytes(path), _changed(path), tracked)
+    look = Look(path, iteration_in_name(path.name), format, COMPLETE, 0, "", tracked)
     kinds: dict[str, Callable[[Look], None]] = {
         BACKEND: _look_at_ours,
         TORCH_DIST: functools.partial(_look_at_torch_dist, records=records),
     }
     try:
+        look.bytes, look.created = stored_bytes(path), _changed(path)
         names_in(path)  # an error is a permission that lacks
         kinds.get(format, _look_at_other)(look)
     except _FoundError as found:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +59,26 @@ def test_a_hidden_checkpoint_ends_neither_ls_nor_prune(checkpoint: Path) -> None
     assert code == 0 and "unreadable" in printed and "Permission denied" in printed
     code, printed, _ = run("prune", checkpoint.parent, "--keep-last", "1")
     assert code == 0 and f"keep  {checkpoint}" in printed
+
+
+@pytest.mark.parametrize("call", ["lstat", "stat"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_checkpoint_on_a_broken_disk_does_not_end_ls(
+    format: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = save_run_of(tmp_path / "run", format)
+    broken, look_at = root / "iter_0000010", getattr(os, call)
+
+    def fail(path: os.PathLike[str], **how: bool) -> os.stat_result:
+        if str(path).startswith(str(broken)):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return look_at(path, **how)
+
+    monkeypatch.setattr(os, call, fail)
+    code, printed, _ = run("ls", root, "--json")
+    states = {one["iteration"]: one["state"] for one in json.loads(printed)}
+    assert code == 0 and states.pop(10) == "unreadable" and set(states.values()) == {"complete"}
+    assert "Input/output error" in run("ls", root)[1]
 
 
 def test_a_hidden_checkpoint_with_a_name_of_its_own_stays_in_ls(checkpoint: Path) -> None:
