@@ -81,19 +81,24 @@ def diff(
         if plot is not None:
             require_plot(plot)
         paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
-        found = _compare(*paths, keys, plot, memory_bytes)
+        found = _compare(*paths, keys, memory_bytes)
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
         print_json(_as_json(found))
     else:
         _print(found)
+    if plot is not None:  # last: a plot that fails does not lose the comparison
+        from megatron_datastates.convert.pictures import plot_drift
+
+        try:
+            plot_drift(found, (str(paths[0]), str(paths[1])), plot)
+        except (DataStatesError, OSError) as error:
+            cannot(error)
     raise click.exceptions.Exit(0 if found.equal else 1)
 
 
-def _compare(
-    first: Path, second: Path, keys: Sequence[str], plot: Path | None, memory_bytes: int
-) -> Difference:
+def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) -> Difference:
     from megatron_datastates.convert.diff import choose_comparison
     from megatron_datastates.convert.diff import diff as compare_checkpoints
     from megatron_datastates.convert.open import open_source
@@ -114,10 +119,6 @@ def _compare(
     if not keys:
         found.objects_not_compared = len({key for source in sources for key in source.objects})
         found.streams_not_compared = len({key for source in sources for key in source.streams})
-    if plot is not None:
-        from megatron_datastates.convert.pictures import plot_drift
-
-        plot_drift(found, (str(first), str(second)), plot)
     return found
 
 

@@ -72,10 +72,6 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
         if plot is not None:
             require_plot(plot)
         found = _follow(root, keys, memory_bytes)
-        if plot is not None:
-            from megatron_datastates.convert.pictures import plot_trend
-
-            plot_trend(found, str(root), plot)
     except (DataStatesError, OSError) as error:
         cannot(error)
     skipped = [step for step in found.steps if step.skipped]
@@ -85,6 +81,13 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
         print_json(_as_json(found))
     else:
         _print(found)
+    if plot is not None:  # last: a plot that fails does not lose the numbers
+        from megatron_datastates.convert.pictures import plot_trend
+
+        try:
+            plot_trend(found, str(root), plot)
+        except (DataStatesError, OSError) as error:
+            cannot(error)
     raise click.exceptions.Exit(1 if skipped else 0)
 
 

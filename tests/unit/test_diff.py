@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.cli import shared
+from megatron_datastates.convert import pictures
 from megatron_datastates.convert.diff import choose_comparison, diff
 from megatron_datastates.convert.drift import Drift, compare
 from megatron_datastates.convert.open import open_source
@@ -301,6 +303,17 @@ def test_the_last_line_says_what_was_not_compared(pair):
 def test_brackets_in_a_key_are_shown_as_they_are(pair):
     printed = run("diff", *pair({"w[bold]": torch.ones(1)}, {"w[bold]": torch.zeros(1)}))[1]
     assert "  w[bold]\n" in printed
+
+
+def test_a_plot_that_cannot_be_written_does_not_lose_the_numbers(pair, tmp_path, monkeypatch):
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "drift.png")
+
+    monkeypatch.setattr(pictures, "plot_drift", full)
+    directories = pair(state(), {**state(), FC1: torch.zeros(4, 8, 2)})
+    code, printed, reported = run("diff", *directories, "--json", "--plot", tmp_path / "drift.png")
+    assert code == 2 and reported == "datastates: drift.png: No space left on device\n"
+    assert json.loads(printed)["groups"]
 
 
 def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import megatron_datastates as ds
 from megatron_datastates.cli import shared
 from megatron_datastates.cli.trend import sparkline
-from megatron_datastates.convert import trend
+from megatron_datastates.convert import pictures, trend
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from tests.unit.command import run
@@ -229,6 +230,18 @@ def test_a_sparkline_has_the_largest_of_values_that_share_a_character() -> None:
     assert sparkline([math.inf, 1.0]) == "█▁"
     assert sparkline([math.nan, 1.0]) == " █"
     assert sparkline([0.0]) == "▁" and sparkline([]) == ""
+
+
+def test_a_plot_that_cannot_be_written_does_not_lose_the_numbers(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "trend.png")
+
+    monkeypatch.setattr(pictures, "plot_trend", full)
+    code, printed, reported = run("trend", ours, "--json", "--plot", tmp_path / "trend.png")
+    assert code == 2 and reported == "datastates: trend.png: No space left on device\n"
+    assert json.loads(printed)["groups"]
 
 
 def test_a_plot_is_drawn_and_never_over_another_file(ours: Path, tmp_path: Path) -> None:
