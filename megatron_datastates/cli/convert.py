@@ -118,8 +118,8 @@ def convert(
     skipped, and the output says so.
 
     Exit codes: 0 converted; 1 the source is damaged, --verify found a difference, or (--all) a checkpoint was
-    not converted or the one that the tracker names is missing; 2 it cannot be converted (a file is missing,
-    truncated or unreadable); 130 interrupted.
+    not converted or the one that the tracker names is missing, or it was converted and the tracker could not
+    be written; 2 it cannot be converted (a file is missing, truncated or unreadable); 130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
@@ -214,18 +214,21 @@ def _bars(team: Team) -> Iterator[_Bars]:
 
 
 def _convert_one(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:
-    """Converts a checkpoint; returns False, as errors are raised."""
+    """Converts a checkpoint; returns whether only the tracker was not written, as other errors are raised."""
     from megatron_datastates.convert.run import convert_one
 
     with _bars(team) as bars:
         found = convert_one(source, target, request, team, bars.start)
     if team.rank == 0 and as_json:
-        print(json.dumps(dataclasses.asdict(found)))
+        print(json.dumps(dataclasses.asdict(found.results[0])))
     elif team.rank == 0:
-        _print_result(found)
-        say(found.next)
-        _say_what_is_unchecked([found], request)
-    return False
+        _print_result(found.results[0])
+        if not found.lacks_tracked:
+            say(found.next)
+        _say_what_is_unchecked(found.results, request)
+    if team.rank == 0 and found.lacks_tracked:
+        note(f"datastates: {found.next}")
+    return found.lacks_tracked
 
 
 def _convert_run(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:

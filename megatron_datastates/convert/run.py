@@ -55,11 +55,11 @@ class ConversionResult:
 
 @dataclasses.dataclass(frozen=True)
 class RunConversion:
-    """What was done with the checkpoints of a run, and how Megatron loads the converted one."""
+    """What was done with the checkpoints of a run, or with one, and how Megatron loads the converted one."""
 
     results: list[ConversionResult]
     next: str
-    lacks_tracked: bool  # the source's tracker names a checkpoint that is missing, or was not converted
+    lacks_tracked: bool  # what the source's tracker names is missing; or the target's could not be written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ConversionRequest:
 
 def convert_one(
     source: Path, target: Path, request: ConversionRequest, team: Team, start: Start
-) -> ConversionResult:
+) -> RunConversion:
     """Converts one checkpoint. If the target has the name of an iteration, the run's tracker names it then.
 
     Args:
@@ -85,7 +85,18 @@ def convert_one(
         what plan_conversion and convert raise.
     """
     found = _convert(source, target, request, team, start)
-    return dataclasses.replace(found, next=team.on_rank_zero(lambda: how_to_load(source, target)))
+    next, lacks = team.on_rank_zero(
+        lambda: _track(lambda: (how_to_load(source, target), False), target.parent)
+    )
+    return RunConversion([dataclasses.replace(found, next=next)], next, lacks)
+
+
+def _track(set_tracker: Callable[[], tuple[str, bool]], run: Path) -> tuple[str, bool]:
+    """Returns what came of the tracker: what was converted is there, whether or not that could be written."""
+    try:
+        return set_tracker()
+    except (DataStatesError, OSError) as error:
+        return f"{describe_error(error)}: choose a checkpoint with --load {run} --ckpt-step N", True
 
 
 def _convert(
@@ -145,7 +156,10 @@ def convert_run(
             result = _not_converted(one, made, request, **outcome)
         found.append(result)
         finished(result)
-    return RunConversion(found, *team.on_rank_zero(lambda: copy_tracker(source, target, _not_there(found))))
+    return RunConversion(
+        found,
+        *team.on_rank_zero(lambda: _track(lambda: copy_tracker(source, target, _not_there(found)), target)),
+    )
 
 
 def _not_there(found: Sequence[ConversionResult]) -> list[str]:

@@ -240,6 +240,26 @@ def test_of_two_conversions_at_once_the_tracker_names_the_later_iteration(
     assert (made / TRACKER).read_text() == "10"
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_what_was_converted_is_printed_although_the_tracker_cannot_be_written(
+    every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tracker: Path, text: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tracker))
+
+    save_with_dcp(tmp_path / "run" / "iter_0000002", {"a": torch.ones(3)})
+    (tmp_path / "run" / TRACKER).write_text("2")
+    monkeypatch.setattr(trackers, "write_tracker", full)
+    arguments = (tmp_path / "run", tmp_path / "made", *["--all"] * every)
+    code, out, err = run("convert", *arguments, "--json")
+    found = json.loads(out)
+    assert (found[0] if every else found)["target"] == str(tmp_path / "made" / "iter_0000002")
+    assert code == 1 and f"{TRACKER}: No space left on device: choose a checkpoint with --load" in err
+    shutil.rmtree(tmp_path / "made")
+    code, out, err = run("convert", *arguments)
+    assert code == 1 and "1 tensor" in out and f"{TRACKER}: No space left on device: " in out + err
+
+
 @pytest.mark.parametrize("option", [[], ["--all"]])
 @pytest.mark.parametrize("leads_to", ["loop", "nowhere"])
 def test_a_target_below_a_link_that_leads_to_no_directory_is_one_error(
