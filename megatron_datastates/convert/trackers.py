@@ -83,17 +83,20 @@ def one_at_a_time(run: Path) -> Iterator[None]:
 def _name_it(run: Path, name: str, shown: Path) -> str:
     """Writes the tracker, unless it names a later iteration, or something else that cannot be compared."""
     tracker, step = run / TRACKER_NAME, iteration_in_name(name)
+    otherwise = f"pass --load {shown} --ckpt-step {step}"
+    if step is None:
+        otherwise = f"Megatron loads {name} only where the tracker says {name}"
     try:
         existing = tracked_name(run)
     except DataStatesError as error:
-        return f"{error}: pass --load {shown} --ckpt-step {step}"
+        return f"{error}: {otherwise}"
     if (
         (tracker.exists() if is_object(tracker) else os.path.lexists(tracker))
         and existing != name
         and not _is_earlier(existing, name)
     ):
         stays = f"still names {existing}" if existing else "names no checkpoint, and was left as it is"
-        return f"{shown / TRACKER_NAME} {stays}: pass --load {shown} --ckpt-step {step}"
+        return f"{shown / TRACKER_NAME} {stays}: {otherwise}"
     if existing != name:
         write_tracker(tracker, (RELEASE_NAME if step is None else str(step)).encode())
     return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"

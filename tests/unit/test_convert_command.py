@@ -205,6 +205,15 @@ def test_a_tracker_that_names_nothing_is_left_as_it_is(tmp_path: Path) -> None:
     assert code == 0 and f"{TRACKER} names no checkpoint, and was left as it is: pass --load" in out
 
 
+def test_a_release_beside_a_tracker_that_stays_is_loaded_by_no_step(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "run" / "release", {"a": torch.ones(3)})
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / TRACKER).write_text("10")
+    code, out, _ = run("convert", tmp_path / "run" / "release", tmp_path / "made" / "release")
+    assert code == 0 and "--ckpt-step" not in out
+    assert "still names iter_0000010: Megatron loads release only where the tracker says release" in out
+
+
 def test_two_conversions_that_write_one_tracker_at_once_both_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
