@@ -50,7 +50,7 @@ class ConversionResult:
     skipped: str = ""  # why there is nothing to convert; empty if there is
     failed: str = ""  # why it was not converted; empty if it was
     next: str = ""  # what to do with it, or what was done: how Megatron loads it
-    note: str = ""  # what of the source the target does not have
+    note: str = ""  # what of the source the target does not have; why that may be of two saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,8 @@ def _convert(
     found = plan.source
     counts = (len(plan.files), len(found.tensors), len(found.objects), sum(plan.file_bytes))
     seconds = round(time.monotonic() - begin, 3)
-    return ConversionResult(str(source), str(target), plan.format, *counts, seconds, note=found.left_out)
+    note = "; ".join(filter(None, (found.left_out, found.doubt)))
+    return ConversionResult(str(source), str(target), plan.format, *counts, seconds, note=note)
 
 
 def _open(directory: Path, request: ConversionRequest) -> Source:

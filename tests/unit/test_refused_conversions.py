@@ -36,6 +36,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from tests.unit.command import run
 from tests.unit.converting import LEAST, convert_to, save_with_dcp
 from tests.unit.states import data_files
 
@@ -485,6 +486,23 @@ def test_a_source_that_is_saved_again_meanwhile_gives_no_mixture(
     with pytest.raises(StorageError, match=f"{changed} has changed since it was opened: a save into"):
         convert_to(tmp_path / "source", tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_a_file_of_a_later_save_that_has_not_ended_is_noted(is_newer: bool, tmp_path: Path) -> None:
+    """Nothing changes while the source is read, so the copy is a mixture."""
+    for number, name in enumerate(("source", "later")):
+        save_with_dcp(tmp_path / name, {key: torch.full((3,), number) for key in "ab"}, thread_count=2)
+    source, published = tmp_path / "source", (tmp_path / "source" / ".metadata").stat().st_mtime
+    shutil.copy(tmp_path / "later" / "__0_0.distcp", source)
+    at = published + 1 if is_newer else published
+    os.utime(source / "__0_0.distcp", (at, at))
+    code, printed, _ = run("convert", source, tmp_path / "target")
+    made = open_source(tmp_path / "target")
+    assert code == 0 and {made.read_tensor(key)[0].item() for key in "ab"} == {0, 1}
+    note = "newer than .metadata, which a save writes last"
+    assert (note in printed, note in run("verify", source)[1]) == (is_newer, is_newer)
+    assert not is_newer or "parts of two saves: __0_0.distcp" in printed
 
 
 def test_a_common_pt_of_ours_that_is_saved_again_meanwhile_gives_no_mixture(

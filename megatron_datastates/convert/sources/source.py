@@ -122,6 +122,11 @@ class Source(ABC):
         return ""
 
     @property
+    def doubt(self) -> str:
+        """Returns what speaks against its being of one save, once files are noted; empty if nothing does."""
+        return ""
+
+    @property
     def other_directories(self) -> Sequence[str]:
         """Returns the names of directories that others have added to the checkpoint, such as ModelOpt's."""
         return sorted(folders_in(self.directory))

@@ -34,7 +34,7 @@ from megatron_datastates.convert.sources.source import (
     Source,
     fragment_with,
 )
-from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
+from megatron_datastates.errors import FormatError, MissingKeyError, StorageError, some_of
 from megatron_datastates.files import names_in, open_regular, size_of
 from megatron_datastates.format.directory import (
     COMMON_FILE,
@@ -57,6 +57,12 @@ _OWN_PLANNER_DATA = (
     f"the planner data in {TORCH_DIST_INDEX} are left out: the program that saved made them with a planner "
     "of its own. Megatron and DCP's planner load without them; if that program needs them, keep the source"
 )
+
+_NEWER = (
+    f"some files are newer than {TORCH_DIST_INDEX}, which a save writes last: this is a copy with times of "
+    "its own, or a save into it is under way or was killed, and it holds parts of two saves"
+)
+_MOST_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,12 @@ class TorchDistSource(Source):
     @property
     def left_out(self) -> str:
         return _OWN_PLANNER_DATA if self._has_own_planner_data else ""
+
+    @property
+    def doubt(self) -> str:
+        index = self._noted[self.directory / TORCH_DIST_INDEX]
+        newer = [path.name for path, noted in self._noted.items() if noted and index and noted[1] > index[1]]
+        return f"{_NEWER}: {some_of(newer, _MOST_NAMED)}" if newer else ""
 
     @property
     def dcp_records(self) -> Records:
@@ -278,6 +290,9 @@ class TorchDistSource(Source):
         is_of_run = iteration_in_name(self.directory.name) is not None  # torch itself writes no such file
         if is_of_run and METADATA_NAME not in names_in(self.directory):
             yield f"{METADATA_NAME} is missing: Megatron does not load the checkpoint without it"
+        self.note_files()
+        if self.doubt:
+            yield self.doubt
         yield from unusual_keys([*self._tensors, *self._objects])
         yield from unnamed_bytes(self.directory, self.records())
 
