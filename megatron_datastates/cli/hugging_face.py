@@ -119,7 +119,7 @@ def import_hugging_face(
     Exit codes: 0 imported; 2 it cannot be imported; 130 interrupted.
 
     \b
-    Example: datastates import llama-hf runs/llama --hf
+    Example: datastates import llama-hf runs/tuned --hf
     """
     from megatron_datastates.convert.hf.arguments import command_line
     from megatron_datastates.convert.hf.run import import_model

@@ -123,7 +123,7 @@ def plan(
     Examples:
         datastates plan --params 70B --tp 8 --pp 4 --dp 8 --rate 10GB/s
         datastates plan --arguments train.sh --dp 16 --rate 2GB/s --rate-per rank --iteration-seconds 4
-        datastates plan --dp 2 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu
+        datastates plan --dp 2 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu \\
             --vocab-size 128256 --bf16 --use-distributed-optimizer --position-embedding-type rope
     """
     try:

@@ -63,7 +63,7 @@ def show(
     Exit codes: 0 listed; 1 the checkpoint is damaged; 2 no such checkpoint, or no key matches.
 
     \b
-    Example: datastates show runs/gpt/iter_0001000 '*.layernorm*' --stats
+    Example: datastates show runs/gpt/iter_0001000 '*norm*' --stats
     """
     try:
         path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.cli.main import app
 from tests.unit import hf_models
 from tests.unit.command import run
 
@@ -59,12 +60,23 @@ def test_the_pages_show_commands() -> None:
     assert {"ls", "verify", "convert"} <= {words[0] for _, words in SHOWN}
 
 
+def examples() -> Iterator[list[str]]:
+    """Returns the arguments of the commands in help texts, but of those that need more than `a_run` has."""
+    for name, command in app.commands.items():
+        text = (command.help or "").replace("\\\n", " ")
+        for line in re.findall(r"^ *(?:Example: )?(datastates .*)", text, re.MULTILINE):
+            words = shlex.split(line)[1:]
+            if name not in ("args", "repair") and "--optimizer" not in words and "before.jsonl" not in words:
+                yield words
+
+
 @pytest.fixture
 def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current directory with small runs, a report file, a script that starts a run, a model's folder."""
     monkeypatch.chdir(tmp_path)
     state = {"embedding.word_embeddings.weight": torch.randn(8, 16), "note": "hello"}
     state["decoder.layers.mlp.linear_fc1.weight"] = torch.randn(4, 8, 4)
+    state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.ones(4, 8)
     for iteration in (1000, 2000):
         ds.save(state, f"runs/gpt/iter_{iteration:07d}", iteration=iteration)
     Path("runs/gpt/latest_checkpointed_iteration.txt").write_text("2000")
@@ -84,6 +96,15 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_that_are_shown_run(page: str, words: list[str]) -> None:
     code, out, err = run(*words)
     assert code == 0, f"{page}: datastates {' '.join(words)}: {out}{err}"
+
+
+@pytest.mark.parametrize("words", list(examples()), ids=lambda words: " ".join(words)[:60])
+@pytest.mark.usefixtures("a_run")
+def test_examples_of_help_run(words: list[str]) -> None:
+    if words[0] == "import":
+        Path("Llama-3.1-8B").rename("llama-hf")
+    code, out, err = run(*words)
+    assert code == 0, out + err
 
 
 def named_in_table() -> list[str]:
