@@ -162,9 +162,14 @@ def _stand_in(name: str) -> type:
         name: the class's module and name, joined by a dot.
     """
 
-    def initialize(self: types.SimpleNamespace, *arguments: Any) -> None:
+    def make(kind: type, *arguments: Any) -> types.SimpleNamespace:
+        made: types.SimpleNamespace = types.SimpleNamespace.__new__(kind)
         if arguments:
-            self.arguments = arguments
+            made.arguments = arguments
+        return made
+
+    def initialize(self: types.SimpleNamespace, *arguments: Any) -> None:
+        """Takes the arguments that `make` has kept: an unpickler may call only that one."""
 
     def set_state(self: types.SimpleNamespace, state: Any) -> None:
         named = isinstance(state, dict) and all(isinstance(key, str) for key in state)
@@ -172,6 +177,7 @@ def _stand_in(name: str) -> type:
 
     module, _, own = name.rpartition(".")
     members = {
+        "__new__": make,
         "__init__": initialize,
         "__setstate__": set_state,
         "__hash__": object.__hash__,

@@ -1,8 +1,8 @@
 """Classes of Megatron's in stored objects: a fixed list, and the one import that makes them loadable.
 
-Megatron-Core adds these classes to torch's safe globals when it is imported (megatron/core/safe_globals.py).
-A program without Megatron meets them in its checkpoints, too. No name from a checkpoint is imported: the
-import is always that of `megatron.core`.
+Megatron-Core adds most of these classes to torch's safe globals when it is imported
+(megatron/core/safe_globals.py). A program without Megatron meets them in its checkpoints, too. No name from
+a checkpoint is imported: the import is always that of `megatron.core`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from typing import Any
 
 from megatron_datastates.errors import UntrustedClassError
 
 logger = logging.getLogger(__name__)
 _PACKAGE = "megatron.core"
+# Named tuples, which the rerun state machine stores when a step is to be run again after a restart.
+_UNREGISTERED = ("megatron.core.rerun_state_machine.Call", "megatron.core.rerun_state_machine.Caller")
 MEGATRON_CLASSES = frozenset(
     {
         "megatron.core.enums.ModelType",
         "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+        *_UNREGISTERED,
         "megatron.core.rerun_state_machine.RerunDiagnostic",
         "megatron.core.rerun_state_machine.RerunMode",
         "megatron.core.rerun_state_machine.RerunState",
@@ -34,6 +38,17 @@ MEGATRON_CLASSES = frozenset(
 
 class MegatronClassError(UntrustedClassError):
     """An object names a class of MEGATRON_CLASSES, and Megatron-Core cannot be imported."""
+
+
+def unregistered_classes() -> dict[str, Any]:
+    """Returns the classes that Megatron-Core does not add there, by name; none before it is imported."""
+    found = {}
+    for name in _UNREGISTERED:
+        module, _, own = name.rpartition(".")
+        kind = getattr(sys.modules.get(module), own, None)
+        if isinstance(kind, type):
+            found[name] = kind
+    return found
 
 
 def import_megatron(name: str) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
 from megatron_datastates.providers import plain, rebuilding
+from megatron_datastates.providers.megatron_classes import unregistered_classes
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS, optimizer_class
 from megatron_datastates.providers.plain import TextPlaceholder, check_key, require
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, Placeholder, StorageKind
@@ -40,8 +41,8 @@ Storages = Callable[[StorageKind, str, int], Any]  # (kind, name, elements) -> s
 
 
 def trusted_globals() -> dict[str, Any]:
-    """Returns what the user trusts, by module and name, without what the allow list has itself."""
-    found = {}
+    """Returns what the user and Megatron-Core trust, by name, without what the allow list has itself."""
+    found = unregistered_classes()
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, None)
         if id(value) not in _OURS:

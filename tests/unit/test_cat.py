@@ -8,6 +8,7 @@ import math
 import shutil
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ from megatron_datastates.errors import MismatchError
 from tests.unit.inspecting import WEIGHT, all_files, call, output_of, refused
 from tests.unit.states import KNOWN_DTYPES, SMALL, data_files, random_tensor
 from tests.unit.test_optimizer_state import STATE
+
+
+class Call(NamedTuple):
+    name: str
+    number: int
 
 
 class RemovesWhenUnpickled:
@@ -95,6 +101,11 @@ def test_cat_shows_what_megatron_stores_and_runs_none_of_its_code(tmp_path):
     assert "array([1., 1., 1.])" in output_of("cat", tmp_path / "c", "numpy")
     assert "rmtree(arguments=" in output_of("cat", tmp_path / "c", "hostile")
     assert (tmp_path / "c").exists()
+
+
+def test_cat_shows_what_a_named_tuple_was_made_with(tmp_path):
+    ds.save({"a": torch.ones(1), "call": Call("f", 3)}, tmp_path, **SMALL, trust_objects=True)
+    assert output_of("cat", tmp_path, "call").strip() == "Call(arguments=('f', 3))"
 
 
 def test_an_object_that_contains_itself_is_not_json(tmp_path):

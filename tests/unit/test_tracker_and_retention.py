@@ -97,6 +97,13 @@ def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):
     assert read(root, "") == ""
 
 
+def test_there_is_nothing_to_clean_up_or_to_log_before_the_first_save(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)(str(root / "new"), 1)
+    assert caplog.text == ""
+
+
 def test_nothing_is_cleaned_up_while_the_tracker_cannot_be_read(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -114,6 +114,8 @@ def wrap_cleanup_old_non_persistent_checkpoint(original: Callable[..., Any]) -> 
             return
         try:
             directories = deletable(path_of(save_dir), leave_ckpt_num)
+        except FileNotFoundError:
+            return  # nothing has been saved there yet
         except OSError as error:
             logger.warning(
                 "non-persistent checkpoints in %s were not cleaned up: %s",
