@@ -451,22 +451,3 @@ def test_a_late_drain_does_not_pass_over_a_damaged_checkpoint_in_silence(
     abandon(new)
     assert cluster.recover(old.run)[0] == 110, "from near tiers"
     new.check(110)
-
-
-@pytest.mark.parametrize(("interval", "stays"), [(1000, False), (50, True), (None, True)])
-def test_a_checkpoint_that_is_drained_after_a_later_one_is_deleted_as_if_it_had_been_in_time(
-    interval: int | None, stays: bool, tmp_path: Path, held: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = with_tracker(Nodes(tmp_path), interval)
-    saved_before(nodes, 90)
-    gate = held(nodes, 100)
-    nodes.save(100)
-    with monkeypatch.context() as patched:
-        patched.setattr(tier, "free_bytes", lambda root: 0)
-        nodes.save(110)  # to --save directly
-    assert tracked(nodes) == 110
-    gate.set()
-    nodes.close()
-    assert tracked(nodes) == 110 and nodes.is_far(100) is stays
-    nodes.check(110)
-    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000100"], "as it is the newest near"

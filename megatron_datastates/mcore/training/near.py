@@ -27,9 +27,9 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
-from megatron_datastates.pipeline.near.places import read_published, remove_folder, remove_saves
+from megatron_datastates.pipeline.near.places import read_published, remove_folder
 from megatron_datastates.pipeline.runs.history import has_later_save
-from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
 
 logger = logging.getLogger(__name__)
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
@@ -184,11 +184,8 @@ def _track(
             Otherwise that says nothing: it fails no save that is published.
     """
     last, last_id = _tracked.get(run, (number, None))
-    if last > number:  # a save that was drained later than the one that followed it
-        named = tracked_iteration(run / TRACKER_NAME)
-        if named and named != iteration and is_complete(run / iteration_name(named)):
-            _retire(run, iteration, retain_interval, save_id)
-        return
+    if last > number:
+        return  # a save that was drained later than the one that followed it
     before, is_later, is_damaged = None, False, False
     with contextlib.nullcontext() if is_retried else contextlib.suppress(OSError):
         named = read_tracked(run / TRACKER_NAME)
@@ -216,25 +213,13 @@ def _track(
             iteration,
             before,
         )
-    elif before and before != iteration:
-        _retire(run, before, retain_interval)
-
-
-def _retire(run: Path, iteration: int, retain_interval: int | None, save_id: SaveId | None = None) -> None:
-    """Deletes a checkpoint that the tracker does not name, if --save-retain-interval does not keep it.
-
-    Args:
-        save_id: deletes only what is of this save: another one may be writing there.
-    """
-    directory = run / iteration_name(iteration)
-    if retain_interval is None or iteration % retain_interval == 0:
         return
+    if retain_interval is None or not before or before == iteration or before % retain_interval == 0:
+        return
+    directory = run / iteration_name(before)
     if directory.is_symlink() or not is_complete(directory):
         return
     try:
-        if save_id is None or is_object(directory):
-            remove_folder(directory)
-        else:
-            remove_saves(directory, {save_id})
+        remove_folder(directory)
     except OSError as error:
         logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)
