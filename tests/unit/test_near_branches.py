@@ -21,7 +21,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training.tracker import mend
-from megatron_datastates.pipeline.near import job_notes, recovery
+from megatron_datastates.pipeline.near import job_notes
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -30,7 +30,6 @@ from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_in,
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.upkeep.fallback import _older as older_than
 from tests.unit.states import OPTIONS
-from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon
 
 STUCK = "drain write:0:EIO"  # nothing gets to --save
@@ -468,71 +467,6 @@ def test_a_tracker_that_was_set_back_is_respected(tmp_path: Path) -> None:
     assert iteration is None and "the tracker was set back to 5 after it had named 8" in said
     (job.run / TRACKER_NAME).write_text("8")
     assert resume(job, again.roots[0])[0] == 10
-
-
-# -- without a tracker -----------------------------------------------------------------------------------
-
-
-def left_near(tmp_path: Path, iteration: int) -> Job:
-    """Returns a job with 5 and 10 in --save and no tracker; its first node has one iteration, whole."""
-    job = Job(tmp_path, A, near_keep=9)
-    for saved in (5, 10):
-        job.save(saved)
-    job.track(10)
-    if iteration not in (5, 10):
-        again = Job(tmp_path, A, near_keep=9, faults=STUCK)
-        for saver in again.ranks.savers:
-            saver.session._ordinal = 5
-        again.save(iteration)
-        abandon(again)
-    for path in job.near(1, iteration).glob("data-*"):
-        shutil.copy(path, job.near(0, iteration))
-    for folder in job.near(0, iteration).parent.glob("iter_*"):
-        if folder != job.near(0, iteration):
-            shutil.rmtree(folder)
-    (job.run / TRACKER_NAME).unlink()
-    return job
-
-
-@pytest.mark.parametrize("near", [5, 10])
-def test_without_a_tracker_the_newest_in_save_is_not_hidden_by_what_is_near(
-    near: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = left_near(tmp_path, near)
-    cluster = Cluster(monkeypatch, job.roots)
-    iteration, said = cluster.recover(job.run)
-    assert iteration == 10 and tracked(job) == "10"
-    assert f"{job.run / TRACKER_NAME} was missing: it names iteration 10 now" in said
-    assert cluster.recover(job.run) == (None, "")
-
-
-@pytest.mark.parametrize("is_emptied", [False, True])
-def test_without_a_tracker_what_is_near_and_newer_is_resumed_from(is_emptied: bool, tmp_path: Path) -> None:
-    job = left_near(tmp_path, 12)
-    if is_emptied:
-        shutil.rmtree(job.run)
-    iteration, said = resume(job, job.roots[0])
-    assert iteration == 12 and tracked(job) == "12" and "was missing" not in said
-
-
-def test_without_a_tracker_nothing_is_resumed_from_if_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = left_near(tmp_path, 5)
-
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(recovery, "write_whole", full)
-    with pytest.raises(StorageError, match=r"is missing, and iteration 10, .* could not be .*No space"):
-        Cluster(monkeypatch, job.roots).recover(job.run)
-
-
-def test_without_a_tracker_and_anything_near_a_run_begins_anew_as_megatron_does_it(tmp_path: Path) -> None:
-    job = left_near(tmp_path, 5)
-    shutil.rmtree(job.roots[0])
-    assert resume(job, job.roots[0]) == (None, "")
-    assert not (job.run / TRACKER_NAME).exists()
 
 
 # -- two jobs at a time ----------------------------------------------------------------------------------

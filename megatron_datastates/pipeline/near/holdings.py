@@ -43,7 +43,6 @@ from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, Job, jobs_in
 from megatron_datastates.pipeline.runs.runs import (
     complete_in,
-    has_file,
     is_published,
     is_there,
     require_tracked,
@@ -72,7 +71,6 @@ class Far:
     set_back: tuple[Point, ...] = ()  # newer checkpoints there which the tracker named before
     jobs: tuple[Job, ...] = ()
     has_wanted: bool = False  # the iteration that is to be loaded
-    lacks_tracker: bool = False  # although a complete checkpoint is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +87,17 @@ class Node:
 def resumable(run: Path) -> int | None:
     """Returns the iteration that a load resumes from: the tracked one, or the newest complete one.
 
-    The latter is used if the tracker is damaged (see mcore/training/tracker.py), is missing (see bring_home),
-    or names what is not there.
+    The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
 
     Raises:
         StorageError: the run's directory, or a checkpoint in it, is there and cannot be read.
     """
-    tracker = run / TRACKER_NAME
+    with contextlib.suppress(FormatError):
+        tracked = require_tracked(run / TRACKER_NAME)
+        if tracked is None or is_there(run / iteration_name(tracked)):
+            return tracked
     try:
-        with contextlib.suppress(FormatError):
-            tracked = require_tracked(tracker)
-            if has_file(tracker) if tracked is None else is_there(run / iteration_name(tracked)):
-                return tracked
         return next(iter(by_branch(run, complete_in(run))), None)
-    except FileNotFoundError:
-        return None  # nothing has been saved
     except OSError as error:
         raise StorageError(f"{error.filename or run} cannot be looked at: {error.strerror}") from error
 
@@ -125,14 +119,13 @@ def far_in(run: Path, wanted: int | None) -> Far:
     Raises:
         StorageError: it is there and cannot be read.
     """
-    tracked, tracker = resumable(run), run / TRACKER_NAME
-    has_wanted = wanted is not None and is_there(run / iteration_name(wanted))
+    tracked, has_wanted = resumable(run), wanted is not None and is_there(run / iteration_name(wanted))
     try:
         jobs = named_jobs(run)
         if tracked is None:
             return Far(None, None, _set_back(run, 0), jobs, has_wanted)  # `release`, or no tracker
-        point, lacks_tracker = point_in(run / iteration_name(tracked), tracked), not has_file(tracker)
-        return Far(tracked, point, _set_back(run, tracked), jobs, has_wanted, lacks_tracker)
+        point = point_in(run / iteration_name(tracked), tracked)
+        return Far(tracked, point, _set_back(run, tracked), jobs, has_wanted)
     except OSError as error:
         raise StorageError(f"{error.filename or run} cannot be read: {error.strerror}") from error
 

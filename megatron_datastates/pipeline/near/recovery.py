@@ -85,8 +85,7 @@ def bring_home(
 ) -> int | None:
     """Publishes in `run` the newest complete checkpoint of the near tiers, if it is newer than what is there.
 
-    Collective: all ranks call it. Megatron's tracker in `run` names the checkpoint afterwards. If there is no
-    tracker, and near tiers hold nothing newer than the newest checkpoint in `run`, it names that one.
+    Collective: all ranks call it. Megatron's tracker in `run` names the checkpoint afterwards.
 
     Args:
         notify: gets a line on rank 0 for each checkpoint that was tried.
@@ -94,8 +93,7 @@ def bring_home(
             also of a branch that a later job has left, and the tracker stays as it is.
 
     Returns:
-        The iteration that the tracker names now, if it has been written; or the wanted one, if it has been
-        published; otherwise None.
+        Its iteration; None if there is none.
 
     Raises:
         StorageError: `run` cannot be read, or the checkpoint cannot be written there. On all ranks.
@@ -105,14 +103,10 @@ def bring_home(
     error = next((node.error for node in nodes if node.error), None)
     if error is not None:
         raise StorageError(error)
-    far = nodes[0].far
-    if far.has_wanted:
+    if nodes[0].far.has_wanted:
         return None
     choice, brought = Choice(nodes, wanted, run), None
-    candidates = choice.candidates()
-    if far.lacks_tracker and not candidates:
-        return None  # the run begins anew, as Megatron does it
-    for name, save_id in candidates:
+    for name, save_id in choice.candidates():
         reason = choice.reason_to_leave(save_id)
         if reason is not None:
             if recovery.rank == 0 and reason:
@@ -128,17 +122,9 @@ def bring_home(
         if outcome.is_far:
             brought = save_id
             break
-    tracked = far.tracked if brought is None and far.lacks_tracker and wanted is None else None
-    if tracked is not None:
-        recovery.track(tracked)
-        if recovery.rank == 0:
-            notify(
-                f"datastates: the tracker {run / TRACKER_NAME} was missing: it names iteration {tracked} "
-                "now, the newest complete checkpoint there"
-            )
     if recovery.rank == 0 and choice.warning(brought):
         notify(choice.warning(brought))
-    return tracked if brought is None else iteration_in_name(name)
+    return None if brought is None else iteration_in_name(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,28 +298,6 @@ class _Recovery:
             f"that, or leave out --datastates-near to load the checkpoint in {self._run}"
         )
 
-    def track(self, iteration: int) -> None:
-        """Makes the tracker name a checkpoint that is far. Raises StorageError, on all ranks."""
-
-        def write() -> str:
-            if self.rank != 0:
-                return ""
-            try:
-                self._write_tracker(iteration, SaveId(0, 0))
-            except Exception as error:  # which the other ranks have to know
-                return str(error) or repr(error)
-            return ""
-
-        error = self._collectives.share(self._while_polling(write))[0]
-        if error:
-            raise StorageError(
-                f"the tracker {self._run / TRACKER_NAME} is missing, and iteration {iteration}, the newest "
-                f"complete checkpoint there, could not be written to it: {error}"
-            )
-
-    def _write_tracker(self, iteration: int, save_id: SaveId) -> None:
-        write_whole(self._run / TRACKER_NAME, str(iteration).encode(), self._faults, save_id)
-
     def _plan(self, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:
         manifest = manifest_in(self._folder / name)
         if manifest is None:
@@ -395,7 +359,8 @@ class _Recovery:
         small = SmallFiles(manifest, index, metadata_of(near))
         DirectoryPublisher(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
         if self._wanted is None:
-            self._write_tracker(iteration_in_name(name) or 0, manifest.save_id)
+            tracked = str(iteration_in_name(name)).encode()
+            write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
         return {}
 
 
