@@ -16,10 +16,14 @@ LAST = 6
 STOP = ["--exit-interval", str(LAST)]
 
 
+def saves(report: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = [json.loads(line) for line in report.read_text().splitlines()]
+    return [event for event in events if event["event"] == "save"]
+
+
 def prepared(report: Path) -> dict[int, bool]:
     """Returns which saves were prepared, by iteration."""
-    events: list[dict[str, Any]] = [json.loads(line) for line in report.read_text().splitlines()]
-    return {event["iteration"]: event["prepared"] for event in events if event["event"] == "save"}
+    return {event["iteration"]: event["prepared"] for event in saves(report)}
 
 
 @pytest.mark.parametrize("mode", [["--async-save"], []], ids=["async", "sync"])
@@ -39,6 +43,8 @@ def test_saves_after_the_first_are_prepared_and_exact(
     saving = ["--save", root, "--datastates-report-file", report, *STOP]
     saved = pretraining.run(*how, *mode, *STEPS, *saving)
     assert prepared(report) == {2: False, 4: True, 6: True}
+    assert {event["eager_bytes"] for event in saves(report)} == {saves(report)[0]["eager_bytes"]}
+    assert not mode or saves(report)[0]["eager_bytes"] < saves(report)[0]["lazy_bytes"]
     for step in (4, LAST):
         resumed = pretraining.run(*how, *STEPS, "--load", root, "--ckpt-step", str(step))
         assert resumed.resumed_from(saved) == step

@@ -293,13 +293,14 @@ class Preparation:
         """
         found, columns = self._found_again(), self._columns
         tensors = list(self._places.pick([*found.tensors, *self._padding]))
-        for at, view in self._places.views:
-            tensors[at] = _view(tensors[at], view)
         described = self._rows_described(found.described)
         depends_on = self._classification(is_lazy, described)
         if depends_on is None or depends_on != self._classified:
+            # By what is viewed: of a view that is made here, nobody could tell that it is a Parameter's.
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
+        for at, view in self._places.views:
+            tensors[at] = _view(tensors[at], view)
         self.is_taken = True
         return _copied(columns, tensors, described)
 
