@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import multiprocessing
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,29 @@ def test_whose_the_tracker_of_a_save_is(
         ours(SaveId(1, 1), False)
         assert (root / TRACKER_NAME).read_text() == "100"
         assert [path.name for path in root.glob("*tmp*")] == []
+
+
+def test_retention_deletes_on_a_thread_where_megatron_forks(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    monkeypatch.setattr(checkpointing, "multiprocessing", multiprocessing)  # undone at the end
+    arguments = SimpleNamespace(save=str(root), save_retain_interval=1000, rank=1)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
+    with retention.saving(400):
+        pass
+    called = []
+    # As in iter_finalize_fn of save_checkpoint.
+    process = checkpointing.multiprocessing.get_context("fork").Process(
+        target=lambda *args: called.append((os.getpid(), args)),
+        args=(str(root), 100, False, True, 10, 3),
+        daemon=True,
+    )
+    process.start()
+    checkpointing._deletion_processes.append(process)
+    checkpointing.finalize_deletion_processes(blocking=True)
+    assert called == [(os.getpid(), (str(root), 100, False))], "the trainer's priority stays as it is"
+    assert process not in checkpointing._deletion_processes
 
 
 def test_a_save_elsewhere_has_megatrons_tracker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

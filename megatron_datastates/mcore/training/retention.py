@@ -7,6 +7,8 @@ retention deletes the checkpoint that the tracker named before. With our hooks, 
   3. the newest complete ones. A directory is complete if a save of ours was published there, or if it has
      another format's metadata.json, which is written last.
 (Megatron 0.16 deletes for retention without a hook point: there the rules hold for cleanup only.)
+With --async-save, Megatron 0.17 and newer fork a process for each deletion. That holds the trainer for tens
+of milliseconds, longer with more memory, and copies a process that has threads: ours are made by threads.
 Deletion runs concurrently with training; a save into a directory that is being deleted waits for that.
 """
 
@@ -14,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import shutil
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,7 @@ from megatron_datastates.pipeline.runs.runs import (
 logger = logging.getLogger(__name__)
 _under_way: list[Publication] = []  # used by the trainer's thread only, as is _about_to_save
 _about_to_save: list[int] = []  # the iteration of the running save_checkpoint, if any
-# Used by any thread, in atomic operations: a lock could be held when retention forks.
+# Used by any thread, in atomic operations.
 _deletions: dict[Path, threading.Thread] = {}
 
 
@@ -49,11 +53,26 @@ def _pending() -> list[Publication]:
     return [save for save in _under_way if save.outcome is Outcome.PENDING]
 
 
+class _Deletion(threading.Thread):
+    """Stands in for the process that Megatron forks for a deletion."""
+
+    pid = None  # Megatron logs it
+
+    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> None:
+        # As for synchronous saves. The other arguments lower the priority of the process, here the trainer's.
+        super().__init__(target=target, args=args[:3], daemon=daemon, name="datastates-retention")
+
+
+_THREADS = types.SimpleNamespace(get_context=lambda method: types.SimpleNamespace(Process=_Deletion))
+
+
 @contextlib.contextmanager
 def saving(iteration: int) -> Iterator[None]:
     """Wraps a `save_checkpoint` of that iteration: waits until its directory is not being deleted."""
     from megatron.training import checkpointing
 
+    if getattr(checkpointing, "multiprocessing", None) is multiprocessing:
+        checkpointing.multiprocessing = _THREADS
     args = checkpointing.get_args()
     name = iteration_name(iteration)
     for path, thread in list(_deletions.items()):
