@@ -14,7 +14,8 @@ from saving_rank import join, report
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing import agreement, indexes
+from megatron_datastates.pipeline.publishing import collectives as module
+from megatron_datastates.pipeline.publishing import indexes
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
@@ -59,7 +60,7 @@ def collectives_alone(folder: str) -> None:
     """Starts sums and gathers at once and reads their results in any order, several times."""
     device = enter("device")
     assert device is not None
-    collectives = agreement.Collectives()
+    collectives = module.Collectives()
     rank, ranks = collectives.rank, collectives.size
     for _ in range(3):
         sums = [collectives.start_sum([rank, i, 1]) for i in range(3)]
@@ -68,7 +69,7 @@ def collectives_alone(folder: str) -> None:
             assert gathers[i].result() == b"".join(bytes([each, i]) * 50 for each in range(ranks))
             assert sums[i].result() == [sum(range(ranks)), ranks * i, ranks]
     assert sorted(device.made) == sorted([12] * 3 + [100 * ranks] * 3), "memory is kept"
-    agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 64 * ranks, 1
+    module._ROUND_BYTES, module._LEAST_ROUND_BYTES = 64 * ranks, 1
     device.made.clear()
     sizes = [0, 1000, *range(100, 100 + ranks)][:ranks]
     arriving = collectives.gather_to_first(bytes([rank + 1]) * sizes[rank], sizes)
@@ -81,9 +82,9 @@ def collectives_alone(folder: str) -> None:
 def values_shared(transport: str, folder: str) -> None:
     """Shares values of very different sizes, in rounds that cut them."""
     enter(transport)
-    collectives = agreement.Collectives()
+    collectives = module.Collectives()
     rank, ranks = collectives.rank, collectives.size
-    agreement._ROUND_BYTES = 64
+    module._ROUND_BYTES = 64
     for longest in range(ranks):
         value = {"rank": rank, "long": list(range(500))} if rank == longest else None
         expected = [{"rank": n, "long": list(range(500))} if n == longest else None for n in range(ranks)]
@@ -96,7 +97,7 @@ def saves(root: str, transport: str, folder: str) -> None:
     """Saves one layout three times; the indexes are gathered in several rounds."""
     device = enter(transport)
     ranks = dist.get_world_size()
-    agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 256 * ranks, 1
+    module._ROUND_BYTES, module._LEAST_ROUND_BYTES = 256 * ranks, 1
     saver, counts, polls, made = Saver(OPTIONS, SaveSession()), [], [], []
     for value in range(3):
         saver.session.collectives.calls.clear()

@@ -26,7 +26,7 @@ Parts = defaultdict[tuple[str, int], dict[int, Any]]  # by kind and number of th
 
 
 class CollectivesInTurn:
-    """Stands in for agreement.Collectives."""
+    """Stands in for collectives.Collectives."""
 
     distributed = True
 

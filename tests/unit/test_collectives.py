@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_datastates.pipeline.publishing import agreement
+from megatron_datastates.pipeline.publishing import collectives as module
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 
 RANKS = 3
@@ -155,8 +155,8 @@ def test_gathers_in_flight_at_the_same_time_do_not_share_memory(collectives: Col
 def test_rounds_on_a_device_are_enqueued_and_share_its_memory(
     device: LateDevice, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "_ROUND_BYTES", 7 * RANKS)
-    monkeypatch.setattr(agreement, "_LEAST_ROUND_BYTES", 1)
+    monkeypatch.setattr(module, "_ROUND_BYTES", 7 * RANKS)
+    monkeypatch.setattr(module, "_LEAST_ROUND_BYTES", 1)
     data = bytes(range(20))
     arriving = collectives.gather_to_first(data, [20, 5, 19])
     assert device.made == [7, 7 * RANKS] and collectives.calls == {"gather layouts": 3}
@@ -180,8 +180,8 @@ def test_bytes_of_all_ranks_are_gathered_in_rounds_of_bounded_size(
         assert mine[: len(data[0]) - begin].tolist() == list(data[0][begin : begin + len(mine)])
         rounds.append(len(mine))
 
-    monkeypatch.setattr(agreement, "_ROUND_BYTES", round_bytes * RANKS)
-    monkeypatch.setattr(agreement, "_LEAST_ROUND_BYTES", 1)
+    monkeypatch.setattr(module, "_ROUND_BYTES", round_bytes * RANKS)
+    monkeypatch.setattr(module, "_LEAST_ROUND_BYTES", 1)
     monkeypatch.setattr(dist, "gather", gather)
     monkeypatch.setattr(Collectives, "_transport", lambda collectives: None)
     collectives = Collectives()
