@@ -91,6 +91,7 @@ class Publication:
         self.error: str | None = None  # of the whole save, the same text on every rank
         self.records = Records()
         self.is_prepared = False  # the save has reused what the last one prepared
+        self.not_prepared_because = ""  # if a reason is known
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be

@@ -195,6 +195,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         if publication.published_at is None
         else milliseconds(publication.published_at - save.started_at),
         "prepared": publication.is_prepared,
+        "not_prepared_because": publication.not_prepared_because or None,
         "saves_before": save.saves_before,
         "slot_wait_ms": milliseconds(times["slot_wait"]),
         "memory_wait_ms": milliseconds(times["memory_wait"]),

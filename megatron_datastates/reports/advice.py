@@ -297,16 +297,16 @@ def _page_lock(saves: Sequence[Save]) -> Advice | None:
 def _not_prepared(saves: Sequence[Save]) -> Advice | None:
     regular = usual(saves)
     anew = [save for save in regular if save.prepared is False]
-    if not anew or not any(save.prepared for save in regular):  # off, or a loop of the program's own
+    reused = [save.held_ms for save in regular if save.prepared]
+    reasons = [save.not_prepared_because for save in anew if save.not_prepared_because]
+    if not anew or not (reused or reasons):  # off, or a loop of the program's own
         return None
-    reused = median(save.held_ms for save in regular if save.prepared)
-    return Advice(
-        "note",
-        f"{len(anew)} of {len(regular)} saves could not reuse what the last one had prepared",
-        f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}, the others for "
-        f"{milliseconds(reused)}. The last one was at iteration {anew[-1].name}. Something in the "
-        "structure of the state had changed since the save before.",
-    )
+    cost = f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}"
+    cost += f", the others for {milliseconds(median(reused))}. " if reused else ". "
+    why = f"The last one was at iteration {anew[-1].name}"
+    why += f"; the last known reason: {reasons[-1]}." if reasons else ", for a reason that no report has."
+    title = f"{len(anew)} of {len(regular)} saves could not reuse what the last one had prepared"
+    return Advice("note", title, cost + why)
 
 
 def _cost(saves: Sequence[Save]) -> Advice | None:

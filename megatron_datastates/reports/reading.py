@@ -83,6 +83,7 @@ class Save:
     page_locked_bytes: int = 0
     staging_trouble: str = ""
     prepared: bool | None = None  # whether it reused what the last save had prepared
+    not_prepared_because: str | None = None  # None also if the reason is not known
     far_ms: float | None = None  # until it was published in --save, if a near tier had it first
     copies: Copies | None = None  # what the reporting rank copied from other nodes to its near tier
 

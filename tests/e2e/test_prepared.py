@@ -104,6 +104,7 @@ def test_saves_of_new_tensors_are_never_prepared(
     saving = ["--save", tmp_path / "ck", "--datastates-report-file", report]
     pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *how, *saving)
     assert prepared(report) == {2: False, 4: False, 6: False}
+    assert all("buckets" in event["not_prepared_because"] for event in saves(report))
 
 
 @pytest.mark.parametrize(

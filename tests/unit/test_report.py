@@ -391,6 +391,7 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
         error=None,
         published_at=None,
         is_prepared=False,
+        not_prepared_because="",
     )
 
 

@@ -339,9 +339,17 @@ def test_saves_that_prepared_everything_anew_are_counted(written: Callable[..., 
     saves = [save | {"prepared": save["iteration"] != 50} for save in SAVES]
     found = {one.title: one for one in advise(read_reports([written(saves)]).saves)}
     advice = found["1 of 4 saves could not reuse what the last one had prepared"]
-    assert "The last one was at iteration 50." in advice.text
+    assert "the others for" in advice.text and "The last one was at iteration 50, for" in advice.text
     never = read_reports([written(changed(prepared=False))])
     assert not any("reuse" in one.title for one in advise(never.saves))
+
+
+def test_the_report_says_why_no_save_was_prepared(written: Callable[..., Path]) -> None:
+    reason = "the optimizer is a Muon, not a DistributedOptimizer"
+    found = read_reports([written(changed(prepared=False, not_prepared_because=reason))])
+    advice = next(one for one in advise(found.saves) if "reuse" in one.title)
+    assert advice.title.startswith("4 of 4 saves")
+    assert advice.text.endswith(f"the last known reason: {reason}.") and "the others" not in advice.text
 
 
 def test_the_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:

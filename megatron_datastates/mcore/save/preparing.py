@@ -27,6 +27,7 @@ class _Saving:
         self.is_on, self.is_constant = is_on, is_constant
         self.full: Preparation | None = None  # notes what this full save prepares
         self.thin: Preparation | None = None  # what this prepared save uses
+        self.obstacle = ""  # why this save is not prepared, or why the next one will not be
 
 
 _saving: _Saving | None = None  # used by the trainer's thread only
@@ -105,6 +106,8 @@ def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
     unready = [int(thin is None)]
     if not saving.is_constant and len(ranks_of()) > 1:
         unready = sum_now(unready)
+        if unready[0] and thin is not None:
+            saving.obstacle = f"{unready[0]} other ranks cannot reuse what they prepared"
     return not unready[0]
 
 
@@ -144,9 +147,14 @@ def complete(preparation: Preparation, found: Tensors, stored: list[torch.Tensor
         preparation.complete(found, stored)
 
 
+def obstacle() -> str:
+    """Returns why the current save is not prepared, or why the next one will not be; "" if none is known."""
+    return _saving.obstacle if _saving is not None else ""
+
+
 @contextlib.contextmanager
 def _noting() -> Iterator[None]:
-    """Logs why something cannot be prepared, each reason once.
+    """Logs why something cannot be prepared, each reason once, and notes it for the report.
 
     No error in here may end a training: a full save needs nothing of this.
     """
@@ -155,6 +163,8 @@ def _noting() -> Iterator[None]:
     except Exception as error:
         is_known = isinstance(error, UnprovableError)
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+        if _saving is not None:
+            _saving.obstacle = reason
         if reason not in _reasons:
             _reasons.add(reason)
             level = logging.INFO if is_known else logging.WARNING

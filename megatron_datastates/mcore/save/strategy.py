@@ -28,7 +28,7 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.parallel import parallel_sizes
 from megatron_datastates.mcore.providers import Providers, register, registered
-from megatron_datastates.mcore.save import mutability
+from megatron_datastates.mcore.save import mutability, preparing
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.prepared import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
@@ -136,7 +136,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             await_copies=not self.is_lazy(),
             far_published=self._far_published(directory),
         )
-        publication.is_prepared = sharded.is_thin
+        publication.is_prepared, publication.not_prepared_because = sharded.is_thin, preparing.obstacle()
         _note_near(publication)
         return publication
 
