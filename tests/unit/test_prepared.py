@@ -583,6 +583,17 @@ def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved
     assert keys == (objects[2].unique_key, objects[1].unique_key)
 
 
+def test_a_layer_with_two_names_has_an_extra_state_under_each() -> None:
+    """Megatron's T5 has its output layer as `output_layer`, and in `lm_head`."""
+    layer = Extra(2, 2)
+    model = torch.nn.ModuleDict({"head": torch.nn.ModuleDict({"output": layer}), "output": layer})
+    layer.scale = io.BytesIO(b"scales")
+    found = extra_states(
+        model, extra("head.output._extra_state", layer.scale) | extra("output._extra_state", layer.scale)
+    )
+    assert [one.value_of() for one in found.all] == [layer.scale] * 2
+
+
 class Nothing(Extra):
     """Has an extra state for the sake of checkpoints of other layers, as Megatron's have."""
 

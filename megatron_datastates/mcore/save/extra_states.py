@@ -66,7 +66,7 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
     Raises:
         UnprovableError: there is something that is neither a tensor nor a module's extra state.
     """
-    modules = dict(chunk.named_modules())
+    modules = dict(chunk.named_modules(remove_duplicate=False))
     values: dict[str, _Values] = {}
     empty: dict[type, CodeType] = {}
     found = []
