@@ -160,11 +160,6 @@ class StagingEngine:
         """Builds `wanted_bytes` of staging memory in the background, or as much as the budget allows."""
         self.native.grow(math.ceil(wanted_bytes / self.slot_bytes))
 
-    def grow_for_device(self) -> None:
-        """Grows for a save of all that torch has on the current device. For the trainer's thread."""
-        if torch.cuda.is_initialized():
-            self.grow(torch.cuda.memory_allocated())
-
     def pool_facts(self) -> dict[str, object]:
         """Returns facts of staging memory; `staging_trouble` says why it is too small or slow."""
         pool = self.native.pool()

@@ -142,9 +142,31 @@ def stepped_storages() -> set[int]:
     return found
 
 
+def stepped_bytes() -> int:
+    """Returns about how many bytes of tensors this rank stores: what the optimizers that have stepped hold.
+
+    That is their parameters, which a distributed optimizer has shards of, and their states. For each element
+    of a parameter of 4 bytes, 2 more are those of the model's own weights.
+    """
+    parameters: dict[int, torch.Tensor] = {}  # by id: one optimizer may consist of others
+    states: dict[int, torch.Tensor] = {}
+    for optimizer in list(_stepped):
+        for group in optimizer.param_groups:
+            parameters.update((id(one), _local(one)) for one in group["params"])
+        for state in optimizer.state.values():
+            values = state.values() if isinstance(state, dict) else ()
+            states.update((id(one), _local(one)) for one in values if isinstance(one, torch.Tensor))
+    weights = sum(2 * one.numel() for one in parameters.values() if one.element_size() == 4)
+    return weights + sum(one.nbytes for one in (parameters | states).values())
+
+
 def _address(tensor: torch.Tensor) -> int:
-    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
     try:
-        return tensor.untyped_storage().data_ptr()
+        return _local(tensor).untyped_storage().data_ptr()
     except RuntimeError:  # another wrapper without memory: not proved to be lazy
         return 0
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+    return found

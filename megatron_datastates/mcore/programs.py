@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
+from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.providers import Providers, register
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy, Transform
@@ -71,7 +72,7 @@ def take_over(
         how: the same in words, for the log: "... is copied {how}".
     """
     attach_saving()
-    saver_for(chosen).warm_up()
+    saver_for(chosen).warm_up(fences.stepped_bytes)
     module = importlib.import_module(_STOCK)
     before = getattr(module, _NAME)
 

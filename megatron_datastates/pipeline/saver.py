@@ -288,12 +288,16 @@ class Saver:
             publication.abandon("torch.distributed was initialized anew before the save was published")
         self._unfinished = [p for p in self._unfinished if p not in old or not p.join(0.0)]
 
-    def warm_up(self) -> None:
+    def warm_up(self, shard_bytes: Callable[[], int] = lambda: 0) -> None:
         """Starts the engine, which allocates staging memory in the background before the first save.
 
         Memory is page-locked as soon as the program uses CUDA: now, or at its first optimizer step. If the
         user chose no size, memory for the first save is allocated once optimizer states exist
         (AtFirstFences). Never raises: if memory cannot be allocated, the first save fails on all ranks.
+
+        Args:
+            shard_bytes: returns about how many bytes of tensors this rank will store, by what has stepped so
+                far. A save that needs more allocates the rest itself.
         """
         try:
             engine = self._get_engine()
@@ -303,7 +307,7 @@ class Saver:
             logger.warning("staging memory was not allocated before the first save: %s", error)
             return
         if self._preparing is None and not (is_locked and self.options.staging_memory):
-            self._preparing = AtFirstFences(engine, is_locked)
+            self._preparing = AtFirstFences(engine, is_locked, shard_bytes)
             FENCE.add(self._preparing)
 
     def close(self) -> None:

@@ -35,8 +35,10 @@ def test_installed_package_alone_adds_the_format_to_a_stock_entry(ckpt_format: s
     command += [str(RECIPES / "cpu/run.py"), str(RECIPES / "pretrain_tiny.py")]
     command += (RECIPES / "tiny.args").read_text().split()
     command += ["--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", ckpt_format]
-    run(*command, timeout_seconds=120)
+    printed = run(*command, timeout_seconds=120)
     Checkpoints(tmp_path).assert_format(4, ckpt_format)
+    said = f"datastates: checkpoints are saved to {tmp_path} synchronously"
+    assert printed.count(said) == (ckpt_format == "datastates")
 
 
 @pytest.mark.timeout(600)

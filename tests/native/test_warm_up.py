@@ -100,13 +100,12 @@ def slots_of(saver: Saver, count: int) -> None:
 
 
 @pytest.mark.parametrize("seen_at", ["warm-up", "the first fence", "the end of the first step"])
-def test_the_pool_grows_to_what_torch_has_on_the_device_once_a_step_is_over(
-    cuda: FakeCuda, program: Program, automatic: Saver, monkeypatch: pytest.MonkeyPatch, seen_at: str
+def test_the_pool_grows_to_the_size_of_the_shard_once_a_step_is_over(
+    cuda: FakeCuda, program: Program, automatic: Saver, seen_at: str
 ) -> None:
-    allocated = 100 * MIB + 1
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated)
+    shard = 100 * MIB + 1
     program.uses_cuda = seen_at == "warm-up"
-    automatic.warm_up()
+    automatic.warm_up(lambda: shard)
     slots_of(automatic, 64)
     program.uses_cuda = True
     if seen_at == "the end of the first step":
@@ -116,7 +115,7 @@ def test_the_pool_grows_to_what_torch_has_on_the_device_once_a_step_is_over(
         assert automatic._get_engine().native.pool()["slots"] == 64, "there are no optimizer states yet"
         FENCE.wait("the second step")
     slots_of(automatic, 101)
-    allocated = 10_000 * MIB
+    shard = 10_000 * MIB
     FENCE.wait("another step")
     slots_of(automatic, 256)
     for _ in range(10):
@@ -135,15 +134,14 @@ def test_a_program_without_cuda_makes_no_more_before_its_first_save(
     slots_of(automatic, 64)
 
 
-def test_what_cannot_be_asked_of_torch_does_not_end_training(
-    program: Program, automatic: Saver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_shard_whose_size_cannot_be_known_does_not_end_training(
+    program: Program, automatic: Saver, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> int:
         raise RuntimeError("no such statistics")
 
-    monkeypatch.setattr(torch.cuda, "memory_allocated", refuse)
     program.uses_cuda = True
-    automatic.warm_up()
+    automatic.warm_up(refuse)
     for _ in range(3):
         FENCE.wait("a step")
     assert caplog.text.count("no such statistics") == 1

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_datastates.config import Options
+from megatron_datastates.config import GIB, Options
 from megatron_datastates.errors import OptionError, SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
 from megatron_datastates.mcore.hooks.calls import Parameters
@@ -42,13 +42,14 @@ def enable_saving(options: Options) -> None:
     Raises:
         HookPointError: this release of Megatron lacks a hook point.
     """
+    from megatron_datastates.mcore import fences  # which imports torch
     from megatron_datastates.pipeline.report import Listener
     from megatron_datastates.pipeline.savers import saver_for
 
     global _options
     attach_saving()
     saver = saver_for(options)
-    saver.warm_up()
+    saver.warm_up(fences.stepped_bytes)
     saver.reporter.listeners[:] = [Listener(_write_scalars, _has_writers)]
     attach_training()
     attach_to_train()
@@ -83,6 +84,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         global _loops
         if _options is not None:
             registered(_options.providers)
+            _announce(_options)
         _require_restored_data(parameters.of_call(args, kwargs).get("train_data_iterator"))
         _loops += 1
         try:
@@ -94,6 +96,23 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             _loops -= 1
 
     return train
+
+
+def _announce(options: Options) -> None:
+    """Prints on rank 0, as Megatron prints what it does, that and how checkpoints are ours."""
+    from megatron.training.checkpointing import get_args, print_rank_0
+
+    how = "synchronously"
+    if getattr(get_args(), "async_save", False):
+        is_lazy = options.lazy
+        how = f"asynchronously, copied {'during the next forward and backward pass' * is_lazy}"
+        how += "before each save returns" * (not is_lazy)
+    memory = f"{options.staging_memory / GIB:.3g} GiB" if options.staging_memory else "at most a rank's shard"
+    where = getattr(get_args(), "save", None)
+    print_rank_0(
+        f"  datastates: checkpoints are saved to {where} {how}; pinned memory for staging: {memory}; "
+        "--logging-level 20 logs a line for each save"
+    )
 
 
 def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
@@ -15,13 +16,14 @@ class AtFirstFences:
     """Waits at the first fences, as a save would, to allocate the memory that the first save will need.
 
     By its first step, a program that uses CUDA has initialized it: the staging memory is page-locked then. At
-    later fences the pool grows to the size of torch's memory on the device, within the budget: optimizers
-    create their states in their first step, one after another.
+    later fences the pool grows to `shard_bytes`, within the budget: optimizers create their states in their
+    first step, one after another.
     """
 
-    def __init__(self, engine: StagingEngine, is_locked: bool) -> None:
+    def __init__(self, engine: StagingEngine, is_locked: bool, shard_bytes: Callable[[], int]) -> None:
         self._engine = engine
         self._is_locked = is_locked
+        self._shard_bytes = shard_bytes
         self._fences_seen = 0
 
     def fence(self, reason: str) -> None:
@@ -38,7 +40,7 @@ class AtFirstFences:
             if not self._is_locked or engine.options.staging_memory:
                 return
             if has_stepped:
-                engine.grow_for_device()
+                engine.grow(self._shard_bytes())
             if self._fences_seen < _FIRST_FENCES:
                 FENCE.add(self)
         except Exception as error:  # the first save tries again, and fails on all ranks if it cannot
