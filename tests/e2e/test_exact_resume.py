@@ -9,7 +9,7 @@ from tests.e2e.conftest import STEPS, Reference
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 OPTIMIZER = {"dp_reshardable": [], "fully_reshardable": ["--dist-ckpt-optim-fully-reshardable"]}
-MODE = {"sync": [], "async": ["--async-save"]}
+MODE = {"async": ["--async-save"], "sync": []}
 WRITERS = {"parallel_save": [], "plain_save": ["--no-ckpt-fully-parallel-save"]}
 ITERATIONS = ["--train-iters", str(STEPS)]
 
@@ -21,7 +21,7 @@ def saves_reported(report: Path) -> list[tuple[int, str, str]]:
     return [(save["iteration"], save["mode"], save["state"]) for save in saves]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", reversed(LAYOUTS))
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("mode", MODE)
 @pytest.mark.parametrize("writers", WRITERS)

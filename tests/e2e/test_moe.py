@@ -26,7 +26,9 @@ def uninterrupted(forge: object, tmp_path_factory: pytest.TempPathFactory) -> En
 
 
 @pytest.mark.parametrize(
-    "how", [[], [*FULLY_RESHARDABLE, "--async-save"]], ids=["sync", "async, fully reshardable"]
+    "how",
+    [["--async-save"], [*FULLY_RESHARDABLE, "--async-save"], []],
+    ids=["async", "async, fully reshardable", "sync"],
 )
 def test_resumed_run_with_experts_equals_uninterrupted_one(
     how: list[str], uninterrupted: Ending, pretraining: Pretraining, tmp_path: Path

@@ -10,9 +10,9 @@ from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining
 
 FORMATS = {
-    "torch_dist": ["--ckpt-format", "torch_dist"],
-    "datastates": ["--ckpt-format", "datastates"],
     "datastates async": ["--ckpt-format", "datastates", "--async-save"],
+    "datastates": ["--ckpt-format", "datastates"],
+    "torch_dist": ["--ckpt-format", "torch_dist"],
 }
 EVERY_STEP = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1"]
 

@@ -9,9 +9,9 @@ from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 SAVED_TO_RUN_AGAIN = 16  # megatron.core.rerun_state_machine.EXIT_CODE_RESUME_TO_DISAMBIGUATE
 FORMATS = {
-    "torch_dist": ["--ckpt-format", "torch_dist"],
-    "datastates": ["--ckpt-format", "datastates"],
     "datastates async": ["--ckpt-format", "datastates", "--async-save"],
+    "datastates": ["--ckpt-format", "datastates"],
+    "torch_dist": ["--ckpt-format", "torch_dist"],
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.support.world import World
 
 BEFORE_PUBLISHING = [
+    ("rename manifest:1", 0),  # the first case is the one that CI runs
     ("open:1", 1),
     ("reserve:1", 1),
     ("write:1", 1),
@@ -20,7 +21,6 @@ BEFORE_PUBLISHING = [
     ("write index:1", 0),
     ("rename index:1", 0),
     ("write manifest:1", 0),
-    ("rename manifest:1", 0),
 ]
 
 
@@ -42,7 +42,7 @@ def test_kill_before_publishing_leaves_the_earlier_checkpoint(
         assert sum(name.startswith("data-") for name in each["after"]) >= 2
 
 
-@pytest.mark.parametrize("point", ["write:1", "write manifest:1", "rename manifest:1"])
+@pytest.mark.parametrize("point", ["rename manifest:1", "write manifest:1", "write:1"])
 def test_kill_while_saving_again_leaves_the_checkpoint_in_that_directory(
     world: World, tmp_path: Path, point: str
 ) -> None:

@@ -8,21 +8,21 @@ from tests.support.world import World
 
 # The fault plan (names as in cuda/os/faults.h and engine/faults.py) and words expected in the error.
 FAILURES = {
+    "no space while writing": ("write:1:ENOSPC", "No space left on device"),
     "open": ("open:1:EIO", "open"),
     "no space before the first copy": ("reserve:1:ENOSPC", "No space left on device"),
     "quota": ("reserve:1:EDQUOT", "quota"),
     "first write": ("write:1:EIO", "Input/output error"),
     "footer": ("write:2:EIO", "Input/output error"),
-    "no space while writing": ("write:1:ENOSPC", "No space left on device"),
     "truncate": ("truncate:1:EIO", "truncate"),
     "sync": ("sync:1:EIO", "sync"),
     "directory sync": ("sync directory:1:EIO", "sync directory"),
 }
 PUBLISHING = {
+    "rename manifest": "rename manifest:1:EIO",
     "write index": "write index:1:ENOSPC",
     "rename index": "rename index:1:EIO",
     "write manifest": "write manifest:1:ENOSPC",
-    "rename manifest": "rename manifest:1:EIO",
 }
 
 
@@ -38,7 +38,7 @@ def assert_agreed(reports: list[dict], rank: int, words: str) -> None:
         assert sum(name.startswith("data-") for name in each["after"]) == len(reports)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failure_on_one_rank_raises_the_same_error_on_all(
     world: World, tmp_path: Path, failure: str, mode: str
@@ -63,7 +63,7 @@ def test_manifest_that_may_be_in_place_keeps_its_files(world: World, tmp_path: P
         assert sum(name.startswith("data-") for name in each["left"]) == 2
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("plan", ["write metadata:1:ENOSPC", "rename metadata:1:EIO"])
 def test_failure_to_write_metadata_json_is_raised_on_all(
     world: World, tmp_path: Path, mode: str, plan: str
@@ -78,7 +78,7 @@ def test_failure_to_write_metadata_json_is_raised_on_all(
         assert "metadata.json" in each["after"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_directories_that_ranks_do_not_share_are_noticed(world: World, tmp_path: Path, mode: str) -> None:
     reports = world.run("fault_ranks:save_to_directories_of_their_own", tmp_path, mode)
     texts = {each["error"].replace(f"node{rank} failed", "node failed") for rank, each in enumerate(reports)}

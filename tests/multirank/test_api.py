@@ -9,8 +9,8 @@ from tests.support.world import FILES_OF_MEGATRON, World
 pytestmark = pytest.mark.conformance
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "fully parallel"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("wrapped", [True, False], ids=["fully parallel", "plain"])
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_saved_state_loads_and_our_strategy_wrote_it(
     world: World, tmp_path: Path, mode: str, wrapped: bool
 ) -> None:
