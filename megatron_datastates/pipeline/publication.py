@@ -24,7 +24,8 @@ rank of each node stores them beside the node's data files. Threads of all ranks
 nodes, if they are to (near/replicas.py). When all are done, the save is published near. The nodes' drains
 bring everything into the checkpoint's directory (near/drain.py), without any collective call.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
-tests/model/ searches all interleavings of this protocol between two runs, with crashes, failures and prune.
+tests/model/ searches all interleavings of a model of this protocol, written by hand, between two runs, with
+crashes, failures and prune.
 """
 
 from __future__ import annotations

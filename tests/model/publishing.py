@@ -1,7 +1,8 @@
 """The steps of a save in the model: its ranks, which write, and rank 0's publishing thread.
 
 What belongs here: each step's effect on the directory, and what a mutant changes in it. The names of the
-steps are those of pipeline/publication.py and engine/atomic_files.py.
+steps are those of pipeline/publication.py and engine/atomic_files.py; test_order.py compares their order with
+that of a real save.
 """
 
 from __future__ import annotations
