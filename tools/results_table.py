@@ -22,7 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- Made by tools/results_table.py; do not edit. -->"
 END = "<!-- End of what it makes. -->"
 OURS, THEIRS = "datastates", "torch_dist"
-PEERS_PART, TRAINING_PART = "disk, 1 rank", "large, DP 1"
+PEERS_PART = "disk, 1 rank"
+TRAINING_PARTS = {"large, DP 1": "one rank", "large, DP 2": "two ranks"}
 Results = dict[str, Any]
 
 
@@ -84,26 +85,36 @@ def peers(found: Results) -> Iterator[Row]:
 
 
 def training(found: Results) -> Iterator[Row]:
-    """Yields a row about runs in Megatron's loop that save in every iteration."""
-    part = found["parts"].get(TRAINING_PART)
-    if part is None:
-        return
-    of = {name: part["cases"].get(f"{name} async, every 1") for name in (OURS, THEIRS)}
-    values = {name: f"{one['blocked_ms_per_save']:.0f} ms" if one else "" for name, one in of.items()}
-    size = max(one.get("checkpoint_bytes", 0) for one in part["cases"].values()) / 1e6
-    name = f"Megatron's loop blocked by an asynchronous save of {size:,.0f} MB in every iteration"
-    yield Row(name, "training", values[OURS], values[THEIRS])
+    """Yields rows about runs in Megatron's loop that save in every iteration."""
+    for name, ranks in TRAINING_PARTS.items():
+        cases = found["parts"].get(name, {}).get("cases", {})
+        pair = [cases.get(f"{kind} async, every 1") for kind in (OURS, THEIRS)]
+        if pair[0] is None:
+            continue
+        size = max(one.get("checkpoint_bytes", 0) for one in cases.values()) / 1e6
+        text = (
+            f"Megatron's loop blocked by an asynchronous save of {size:,.0f} MB in every iteration, {ranks}"
+        )
+        yield Row(text, "training", *(f"{one['blocked_ms_per_save']:.0f} ms" if one else "" for one in pair))
+        without = f"{cases['no checkpoints']['end_to_end_s']:.1f} s without saves"
+        text = f"the same, {found['parts'][name]['iterations']} iterations end to end ({without})"
+        yield Row(text, "training", *(f"{one['end_to_end_s']:.1f} s" if one else "" for one in pair))
 
 
 def gpu(found: Results) -> Iterator[Row]:
-    """Yields a row about Megatron's loop on a GPU, which saves to tmpfs.
+    """Yields rows about Megatron's loop on a GPU, which saves to tmpfs, and about a step beside copies.
 
     Without torch_dist: it is not known how much of its time was a wait for the save before.
     """
     ours = found["parts"]["training"]["ways"][f"{OURS} async, tmpfs"]
     size = ours["checkpoint_bytes"] / 1e6
     name = f"Megatron's loop on a GPU held by an asynchronous save of {size:,.0f} MB to tmpfs"
-    yield Row(name, GPU, f"{ours['held_ms']:,.0f} ms")
+    yield Row(name, GPU, f"{ours['held_ms']:,.0f} ms (at most {ours['held_ms_most']:,.0f})")
+    steps = found["parts"]["steps"]
+    alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
+    copied = f"{steps['bytes'] / 1e6:,.0f} MB"
+    name = f"a step of {alone:,.0f} ms on a GPU, while {copied} are copied and written to disk"
+    yield Row(name, GPU, f"{beside:,.0f} ms")
 
 
 GPU = "gpu-h100-80gb-hbm3-2026-11-26"
