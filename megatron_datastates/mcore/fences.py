@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -138,6 +138,20 @@ def stepped_storages() -> set[int]:
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 found.update(_address(value) for value in state.values() if isinstance(value, torch.Tensor))
+    found.discard(0)
+    return found
+
+
+def sharded_storages(model: Iterable[torch.nn.Module]) -> set[int]:
+    """Returns the storage addresses of Parameters that are DTensors, as FSDP2's, of these model chunks.
+
+    State dicts have their local tensors, which are no Parameters. Only the first Parameter of a chunk is
+    asked whether it is a DTensor: FSDP2 makes all of them DTensors, or none.
+    """
+    found: set[int] = set()
+    for chunk in model:
+        if hasattr(next(chunk.parameters(), None), "_local_tensor"):
+            found.update(map(_address, chunk.parameters()))
     found.discard(0)
     return found
 

@@ -31,6 +31,7 @@ from megatron_datastates.mcore.providers import Providers, register, registered
 from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.prepared import mark_of
+from megatron_datastates.mcore.save.preparing import saved_model
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
@@ -176,7 +177,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         return self._in_loop()
 
     def classifier(self) -> mutability.Classify:
-        return mutability.proof_in_training_loop() if self.is_lazy() else mutability.nothing_promised
+        if not self.is_lazy():
+            return mutability.nothing_promised
+        return mutability.proof_in_training_loop(saved_model())
 
 
 def _note_near(publication: Publication) -> None:
