@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -158,6 +158,20 @@ def stepped_bytes() -> int:
             states.update((id(one), _local(one)) for one in values if isinstance(one, torch.Tensor))
     weights = sum(2 * one.numel() for one in parameters.values() if one.element_size() == 4)
     return weights + sum(one.nbytes for one in (parameters | states).values())
+
+
+def sharded_storages(model: Iterable[torch.nn.Module]) -> set[int]:
+    """Returns the storage addresses of Parameters that are DTensors, as FSDP2's, of these model chunks.
+
+    State dicts have their local tensors, which are no Parameters. Only the first Parameter of a chunk is
+    asked whether it is a DTensor: FSDP2 makes all of them DTensors, or none.
+    """
+    found: set[int] = set()
+    for chunk in model:
+        if hasattr(next(chunk.parameters(), None), "_local_tensor"):
+            found.update(map(_address, chunk.parameters()))
+    found.discard(0)
+    return found
 
 
 def _address(tensor: torch.Tensor) -> int:

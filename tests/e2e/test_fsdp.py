@@ -1,9 +1,11 @@
 """FSDP in Megatron's loop: torch's (`--use-torch-fsdp2`) in our format, and Megatron's through DCP."""
 
+import json
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,25 +57,53 @@ def not_restored(resumed: Ending, first: Ending) -> set[str]:
     return {name for name in unequal if not name.startswith(("loss", "model 0 module.module.module"))}
 
 
+def saves_of(report: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = [json.loads(line) for line in report.read_text().splitlines()]
+    return [event for event in events if event["event"] == "save"]
+
+
 def assert_ours(checkpoint: Path) -> None:
     written = {path.suffix for path in checkpoint.iterdir()}
     assert ".manifest" in written and ".distcp" not in written, written
 
 
 def test_torchs_fsdp2_saves_and_resumes_as_torch_dist_does(pretraining: Pretraining, tmp_path: Path) -> None:
-    """Megatron restores all but Adam's step, which its groups have: it does not call `load_state_dict`."""
+    """Megatron restores all but Adam's step, which its groups have: it does not call `load_state_dict`.
+
+    The checkpoint of step 2 is copied during step 3.
+    """
     endings = []
-    for name in ("datastates", "torch_dist"):
+    report = tmp_path / "report.jsonl"
+    slow = ["--async-save", "--datastates-copy-limit", "1MB", "--datastates-report-file", report]
+    for name, how in (("datastates", slow), ("torch_dist", [])):
         place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name]
-        first = pretraining.run(*TORCH_FSDP2, *place, "--exit-interval", "2", environment=ENVIRONMENT)
+        first = pretraining.run(*TORCH_FSDP2, *place, *how, "--exit-interval", "3", environment=ENVIRONMENT)
         Checkpoints(tmp_path / name).assert_format(2, name)
-        resumed = pretraining.run(*TORCH_FSDP2, *place, environment=ENVIRONMENT)
+        resumed = pretraining.run(*TORCH_FSDP2, *place, "--ckpt-step", "2", environment=ENVIRONMENT)
         assert not_restored(resumed, first) == {"optimizer 0.0 options", "optimizer 0.1 options"}
         endings.append([first, resumed])
     for ours, stock in zip(*endings, strict=True):
         assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
         assert ours.differences(stock) == []
     assert [rank.begun_at for rank in endings[0][1].ranks] == [2, 2]
+    saves = saves_of(report)
+    assert [save["eager_bytes"] for save in saves] == [0, 0] and saves[0]["lazy_bytes"]
+    assert saves[0]["fence_ms"] > 0, "the step must come during the copy"
+
+
+def test_torchs_fsdp2_weights_are_copied_until_the_step(pretraining: Pretraining, tmp_path: Path) -> None:
+    """Nothing else is saved, so that the step waits for weights, which the inner optimizer does not know."""
+    root, report = tmp_path / "c", tmp_path / "report.jsonl"
+    how = [*TORCH_FSDP2, "--ckpt-format", "datastates", "--no-save-optim"]
+    slow = ["--async-save", "--datastates-copy-limit", "200kB", "--datastates-report-file", report]
+    saved = pretraining.run(*how, *slow, "--save", root, "--exit-interval", "3", environment=ENVIRONMENT)
+    first, last = saves_of(report)
+    assert first["eager_bytes"] == last["eager_bytes"] == 0 and first["lazy_bytes"]
+    assert first["fence_ms"] > 0, "the step must come during the copy"
+    loading = ["--load", root, "--ckpt-step", "2", "--no-load-optim"]
+    resumed = pretraining.run(*how, *loading, environment=ENVIRONMENT)
+    assert [rank.begun_at for rank in resumed.ranks] == [2, 2]
+    assert not any(name.startswith("model") for name in not_restored(resumed, saved))
 
 
 @needs_einops

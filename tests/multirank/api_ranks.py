@@ -31,8 +31,10 @@ from saving_rank import (
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
+from megatron_datastates.mcore.save.mutability import proof_in_training_loop
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.providers.base import Mutability
 
 
 def save_and_load(directory: str, mode: str, wrapped: bool, folder: str) -> None:
@@ -396,6 +398,11 @@ def dtensors_have_stepped(root: str, folder: str) -> None:
     _, ranks = join()
     mesh = init_device_mesh("cpu", (ranks,))
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    with torch.no_grad():
+        own = parameter.to_local()
+    model = torch.nn.ParameterList([parameter])
+    classify, unknown = proof_in_training_loop([model]), proof_in_training_loop()
+    proved = [classify(own), classify(own.chunk(2)[1]), classify(own.clone()), unknown(own)]
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.step()
@@ -403,4 +410,8 @@ def dtensors_have_stepped(root: str, folder: str) -> None:
     known = fences.stepped_storages()
     save(Path(root, "after"), state(3), TrainingSaveStrategy(), "sync")
     assert_loads(Path(root, "after"), 3)
-    report(folder, known=local.untyped_storage().data_ptr() in known)
+    report(
+        folder,
+        known=local.untyped_storage().data_ptr() in known,
+        lazy=[mutability is Mutability.AT_FENCE for mutability in proved],
+    )

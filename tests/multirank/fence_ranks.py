@@ -5,7 +5,7 @@ Each change is made by Megatron's own code, to tensors that hold one value befor
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,8 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, report, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -81,6 +83,28 @@ def mixed() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
     return params, Float16OptimizerWithFloat16Params(
         adam(params), config(bf16=True, params_dtype=torch.bfloat16), None, lambda *_: None
     ).step
+
+
+def fsdp2() -> tuple[list[torch.Tensor], Callable[[], Any]]:
+    """Returns what a rank has of a model of FSDP2's, and a whole iteration, which also gathers it twice."""
+    model = torch.nn.Sequential(torch.nn.Linear(600, 1000, False), torch.nn.Linear(1000, 600, False))
+    for whole in model.bfloat16().parameters():
+        torch.nn.init.constant_(whole, VALUE)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    params = list(model.parameters())
+    for param in params:
+        param.tensor_model_parallel = False  # type: ignore[attr-defined]
+    optimizer = Float16OptimizerWithFloat16Params(
+        adam(params), config(bf16=True, params_dtype=torch.bfloat16), None, lambda *_: None
+    )
+
+    def iterate() -> Any:
+        model(torch.ones(1, 600, dtype=torch.bfloat16)).sum().backward()
+        return optimizer.step()
+
+    return [param.to_local().detach() for param in params], iterate
 
 
 def chained() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
@@ -221,10 +245,11 @@ def loading(formats: str) -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 ROOT: list[str] = []
-CHANGES: dict[str, Callable[[], tuple[list[torch.nn.Parameter], Callable[[], Any]]]] = {
+CHANGES: dict[str, Callable[[], tuple[Sequence[torch.Tensor], Callable[[], Any]]]] = {
     "torch": lambda: plain(adam),
     "through pointers": lambda: plain(ThroughPointers),
     "mixed precision": mixed,
+    "FSDP2": fsdp2,
     "chained": chained,
     "hybrid": hybrid,
     "layer-wise": layer_wise,
@@ -237,7 +262,7 @@ CHANGES: dict[str, Callable[[], tuple[list[torch.nn.Parameter], Callable[[], Any
 }
 
 
-def sharded(params: list[torch.nn.Parameter]) -> dict[str, Any]:
+def sharded(params: Sequence[torch.Tensor]) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {
         str(number): ShardedTensor.from_rank_offsets(str(number), param, (0, rank, ranks), replica_id=0)

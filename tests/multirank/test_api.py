@@ -75,10 +75,12 @@ def test_step_waits_for_every_save_since_the_last_step(world: World, tmp_path: P
         assert sum(rank["fences"]) > 0
 
 
-def test_step_of_wrapped_parameters_is_recorded_for_the_memory_they_wrap(
+def test_wrapped_parameters_and_their_step_count_for_the_memory_they_wrap(
     world: World, tmp_path: Path
 ) -> None:
-    assert all(rank["known"] for rank in world.run("api_ranks:dtensors_have_stepped", tmp_path))
+    """Before the step: a local tensor of the model that is saved, and a view of it, but no copy of it."""
+    for rank in world.run("api_ranks:dtensors_have_stepped", tmp_path):
+        assert rank["known"] and rank["lazy"] == [True, True, False, False]
 
 
 def test_saves_of_one_new_layout_may_overlap(world: World, tmp_path: Path) -> None:

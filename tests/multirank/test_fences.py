@@ -15,6 +15,7 @@ CHANGES = [
     "torch",
     "through pointers",
     "mixed precision",
+    "FSDP2",
     "chained",
     "hybrid",
     "layer-wise",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron_datastates.mcore.fences import stepped_storages
+from megatron_datastates.mcore.fences import sharded_storages, stepped_storages
 from megatron_datastates.providers.base import Mutability
 
 # Returns when a tensor's memory may change after the save has returned.
@@ -23,14 +23,19 @@ def all_promised(tensor: torch.Tensor) -> Mutability:
     return Mutability.AT_FENCE
 
 
-def proof_in_training_loop() -> Classify:
+def proof_in_training_loop(model: Iterable[torch.nn.Module] = ()) -> Classify:
     """Returns a function that classifies tensors by what Megatron's own training loop proves now.
 
-    A model tensor that is a Parameter, or a view of one, changes only in the optimizer's step. So does the
+    A model tensor that is a Parameter, or a view of one, changes only in the optimizer's step. So does a
+    DTensor Parameter's local tensor: FSDP2 only reads it, and gathers into memory of its own. So does the
     memory of an optimizer whose pre-step hook has fired. All other tensors (buffers such as the router's
     expert_bias, new copies, padding) may change at once.
+
+    Args:
+        model: the chunks of the model that is saved, if they are known.
     """
     fenced = stepped_storages()
+    fenced |= sharded_storages(model)
 
     def classify(tensor: torch.Tensor) -> Mutability:
         base = tensor._base if tensor._base is not None else tensor

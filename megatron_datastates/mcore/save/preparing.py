@@ -25,6 +25,7 @@ class _Saving:
 
     def __init__(self, *, is_on: bool, is_constant: bool) -> None:
         self.is_on, self.is_constant = is_on, is_constant
+        self.model: list[Any] = []  # its chunks
         self.full: Preparation | None = None  # notes what this full save prepares
         self.thin: Preparation | None = None  # what this prepared save uses
         self.obstacle = ""  # why this save is not prepared, or why the next one will not be
@@ -63,6 +64,7 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
             return original(*args, **kwargs)
         with trainer_held("state_dict"):
             call = parameters.of_call(args, kwargs)
+            _saving.model = call["model"]
 
             def generate(models: list[Any]) -> Any:
                 others, named = parameters.replaced(args, kwargs, "model", models)
@@ -128,6 +130,11 @@ def _generate_full(generate: Callable[[list[Any]], Any], call: dict[str, Any], s
 def buckets_of(optimizer: Any) -> dict[Any, Any] | None:
     """Returns a distributed optimizer's bucket state without tensors in a prepared save, else None."""
     return _saving.thin.thin_buckets(optimizer) if _saving is not None and _saving.thin is not None else None
+
+
+def saved_model() -> list[Any]:
+    """Returns the chunks of the model that `save_checkpoint` is saving, if that is known."""
+    return _saving.model if _saving is not None else []
 
 
 def awaits_tensors() -> bool:

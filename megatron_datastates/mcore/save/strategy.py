@@ -176,7 +176,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         return self._in_loop()
 
     def classifier(self) -> mutability.Classify:
-        return mutability.proof_in_training_loop() if self.is_lazy() else mutability.nothing_promised
+        if not self.is_lazy():
+            return mutability.nothing_promised
+        return mutability.proof_in_training_loop(preparing.saved_model())
 
 
 def _note_near(publication: Publication) -> None:
