@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron_datastates.engine import native
+from megatron_datastates.format.tables import Words
 
-Words = npt.NDArray[np.uint64]
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.10 and newer
 
 

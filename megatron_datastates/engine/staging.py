@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron_datastates.config import Options
@@ -26,11 +25,11 @@ from megatron_datastates.engine.memory import local_ranks, most_slots, slot_byte
 from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import DataStatesError, FailedCallError, some_of
 from megatron_datastates.format.index import Index
+from megatron_datastates.format.tables import Words
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout
 
 _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
-Words = npt.NDArray[np.uint64]
 # Options that engines do not read.
 _OF_OTHERS = (
     "lazy", "lazy_delay", "prepared", "read_threads", "compress", "link", "link_from", "on_failure",

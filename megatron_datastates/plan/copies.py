@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.format.header import HEADER_BYTES
+from megatron_datastates.format.tables import Words
 from megatron_datastates.plan.boxes import Spans
 from megatron_datastates.plan.layout import Layout
-
-Words = npt.NDArray[np.uint64]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatron_datastates.format.tables import Words
 from megatron_datastates.format.values import BLOCK_BYTES
-from megatron_datastates.plan.reads import ReadSpans, Words
+from megatron_datastates.plan.reads import ReadSpans
 
 _LONG_ROW_BYTES = BLOCK_BYTES  # from here on a row is cut like a span
 _CLOSE_ROWS_BYTES = BLOCK_BYTES  # rows that are further apart may leave whole blocks between them

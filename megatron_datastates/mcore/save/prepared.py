@@ -24,8 +24,9 @@ import numpy.typing as npt
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_datastates.engine.exchange import Described, Facts, Words, describe, facts_of
+from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of
 from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.format.tables import Words
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.extra_states import ExtraStates, extra_states
 from megatron_datastates.mcore.save.mutability import Classify

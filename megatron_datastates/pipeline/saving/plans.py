@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.engine.exchange import Described, Facts, Words, describe
+from megatron_datastates.engine.exchange import Described, Facts, describe
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.strides import footprint_elements
+from megatron_datastates.format.tables import Words
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
