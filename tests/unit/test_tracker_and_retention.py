@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
+import inspect
 import logging
 import multiprocessing
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +131,42 @@ def test_retention_deletes_only_beside_a_complete_latest_checkpoint(root, tracke
     (root / TRACKER_NAME).write_text(tracked)
     assert deleted(root, 100) is others_go
     assert not deleted(root, 200) or tracked != "200"
+
+
+def test_retention_waits_for_a_tracker_that_is_being_written(root: Path) -> None:
+    (root / TRACKER_NAME).write_text("")
+    writes = threading.Timer(0.2, (root / TRACKER_NAME).write_text, ["200"])
+    writes.start()
+    assert deleted(root, 100)
+    writes.join()
+
+
+def test_a_deletion_takes_the_manifest_first(root: Path) -> None:
+    (root / TRACKER_NAME).write_text("200")
+    left: list[list[str]] = []
+    folder = root / "iter_0000100"
+    (folder / "data").write_text("")
+    delete = retention.wrap_async_delete_checkpoint_impl(
+        lambda path, number: left.append(sorted(one.name for one in folder.iterdir()))
+    )
+    delete(str(root), 100)
+    assert left == [["data"]]
+
+
+def test_the_garbage_collector_runs_during_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron switches it off in the process that it forks for a deletion."""
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    (root / TRACKER_NAME).write_text("200")
+    collects: list[bool] = []
+    monkeypatch.setattr(checkpointing.shutil, "rmtree", lambda path: collects.append(gc.isenabled()))
+    original = inspect.unwrap(
+        checkpointing._async_delete_checkpoint_impl,
+        stop=lambda one: one.__globals__["__name__"] == "contextlib",
+    )
+    original(str(root), 100)
+    assert collects == [False], "as Megatron has it"
+    retention.wrap_async_delete_checkpoint_impl(original)(str(root), 100)
+    assert collects == [False, True]
 
 
 def test_retention_never_deletes_the_latest_checkpoint(root):

@@ -9,6 +9,7 @@ retention deletes the checkpoint that the tracker named before. With our hooks, 
 (Megatron 0.16 deletes for retention without a hook point: there the rules hold for cleanup only.)
 With --async-save, Megatron 0.17 and newer fork a process for each deletion. That holds the trainer for tens
 of milliseconds, longer with more memory, and copies a process that has threads: ours are made by threads.
+A deletion that is cut short must not leave what looks like a checkpoint: the manifest goes first.
 Deletion runs concurrently with training; a save into a directory that is being deleted waits for that.
 """
 
@@ -18,8 +19,8 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import shutil
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +28,10 @@ from typing import Any
 
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import near
 from megatron_datastates.mcore.training.tracker import mend
+from megatron_datastates.pipeline.near.places import remove_folder
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.runs import (
     find_iterations,
@@ -38,6 +41,7 @@ from megatron_datastates.pipeline.runs.runs import (
 )
 
 logger = logging.getLogger(__name__)
+_TRACKER_SECONDS = 1.0  # to be whole
 _under_way: list[Publication] = []  # used by the trainer's thread only, as is _about_to_save
 _about_to_save: list[int] = []  # the iteration of the running save_checkpoint, if any
 # Used by any thread, in atomic operations.
@@ -159,7 +163,7 @@ def _delete(directories: list[Path]) -> None:
     """Deletes directories, and logs those that it cannot delete: rank 0 must not fail alone."""
     for directory in directories:
         try:
-            shutil.rmtree(directory)
+            remove_folder(directory)
         except OSError as error:
             logger.warning("the non-persistent checkpoint %s was not deleted: %s", directory, error)
         _deletions.pop(directory, None)
@@ -167,6 +171,7 @@ def _delete(directories: list[Path]) -> None:
 
 def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `_async_delete_checkpoint_impl`, which retention runs in a thread or a forked process."""
+    delete = _collecting(original)
 
     def _async_delete_checkpoint_impl(
         save_path: str, iteration_to_delete: int, *args: Any, **kwargs: Any
@@ -176,10 +181,10 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
         # Noted before the checks: a later save waits, an earlier one is seen.
         _deletions[directory] = threading.current_thread()
         try:
-            tracked = tracked_iteration(root / TRACKER_NAME)
             if near.is_on():
-                pass  # the drain deletes, once a newer checkpoint is published there (near.py)
-            elif tracked == iteration_to_delete:
+                return  # the drain deletes, once a newer checkpoint is published there (near.py)
+            tracked = _tracked_soon(root / TRACKER_NAME)
+            if tracked == iteration_to_delete:
                 logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
             elif tracked is None or not is_complete(root / iteration_name(tracked)):
                 logger.warning(
@@ -188,8 +193,27 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
             elif _is_being_written(directory, iteration_to_delete):
                 logger.warning("%s is not deleted: a save is writing to it", directory)
             else:
-                original(save_path, iteration_to_delete, *args, **kwargs)
+                with contextlib.suppress(OSError):  # Megatron's own attempt says why it failed
+                    (directory / MANIFEST_NAME).unlink()
+                delete(save_path, iteration_to_delete, *args, **kwargs)
         finally:
             _deletions.pop(directory, None)
 
     return _async_delete_checkpoint_impl
+
+
+def _collecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Megatron's function without what switches the garbage collector off while it runs.
+
+    That was meant for a process of its own. In the trainer's, memory would grow for as long as storage takes.
+    """
+    is_in_context = getattr(original, "__globals__", {}).get("__name__") == contextlib.__name__
+    return getattr(original, "__wrapped__", original) if is_in_context else original
+
+
+def _tracked_soon(tracker: Path) -> int | None:
+    """Returns what a tracker names. Megatron empties the file before it writes to it: waits for a second."""
+    deadline = time.monotonic() + _TRACKER_SECONDS
+    while (tracked := tracked_iteration(tracker)) is None and time.monotonic() < deadline:
+        time.sleep(_TRACKER_SECONDS / 20)
+    return tracked
