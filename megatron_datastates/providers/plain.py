@@ -20,7 +20,7 @@ import pathlib
 import re
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
@@ -31,6 +31,17 @@ _MAX_KEY_NODES, _MAX_KEY_DEPTH = 10_000, 100  # hashing a tuple hashes all that 
 _MAX_UNUSED_ITEM_BYTES = 1 << 20  # numpy allocates one element even for an empty array
 _DTYPE_TEXT = re.compile(r"(?:[biufc]\d{1,2}|[mM]8|[SUV]\d{1,10})")
 _UNITS = {"generic", *"YMWDhms", "ms", "us", "ns", "ps", "fs", "as"}
+
+
+class Placeholder:
+    """Stands for a tensor, or for an instance of a trusted class, in a dry run.
+
+    Args:
+        arguments: those of the class, which a named tuple would hold.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...] = ()) -> None:
+        self.arguments = arguments
 
 
 class BytesPlaceholder:
@@ -82,11 +93,12 @@ def require(condition: object, what: str) -> None:
 
 def check_key(key: Any) -> None:
     """Raises UnsafeObjectError if a key of a dictionary or set would take too long to hash."""
-    if type(key) is not tuple:
+    level = _tuples([key])
+    if not level:
         return
-    nodes, level = 0, [key]
+    nodes = 0
     for _ in range(_MAX_KEY_DEPTH):
-        inner = [item for one in level for item in one if type(item) is tuple]
+        inner = [item for one in level for item in _tuples(one)]
         nodes += sum(map(len, level))
         if nodes > _MAX_KEY_NODES:
             break
@@ -97,6 +109,12 @@ def check_key(key: Any) -> None:
         f"it has a key of nested tuples: expected at most {_MAX_KEY_NODES} items and a depth of "
         f"{_MAX_KEY_DEPTH}"
     )
+
+
+def _tuples(items: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns the tuples among items, and what placeholders stand for if that may be a named tuple."""
+    found = [item.arguments if type(item) is Placeholder else item for item in items]
+    return [item for item in found if isinstance(item, tuple)]
 
 
 # -- containers and scalars -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.serialization
 
-from megatron_datastates.providers.plain import PickleContext, refuse, require
+from megatron_datastates.providers.plain import PickleContext, Placeholder, refuse, require
 
 # The typed storages of old torch: torch.save still writes their names for these dtypes.
 STORAGES = {
@@ -51,15 +51,11 @@ class StoragePlaceholder:
     bytes: int
 
 
-class Placeholder:
-    """Stands for a tensor, or for an instance of a trusted class, in a dry run."""
-
-
 class ClassPlaceholder(Placeholder):
     """Stands for a trusted class itself in a dry run."""
 
     def __call__(self, *arguments: Any) -> Placeholder:
-        return Placeholder()
+        return Placeholder(arguments)
 
 
 def _make(context: PickleContext, function: Callable[..., Any], *arguments: Any) -> Any:

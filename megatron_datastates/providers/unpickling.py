@@ -25,8 +25,8 @@ from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
 from megatron_datastates.providers import plain, rebuilding
 from megatron_datastates.providers.megatron_classes import unregistered_classes
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS, optimizer_class
-from megatron_datastates.providers.plain import TextPlaceholder, check_key, require
-from megatron_datastates.providers.rebuilding import ClassPlaceholder, Placeholder, StorageKind
+from megatron_datastates.providers.plain import Placeholder, TextPlaceholder, check_key, require
+from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind
 
 _LONG_TEXT_BYTES = 64 << 10
 _PART_BYTES = 1 << 20

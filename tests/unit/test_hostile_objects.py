@@ -124,6 +124,36 @@ def test_hostile_objects_are_refused_in_little_memory() -> None:
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
+NAMED_TUPLES = """
+import sys
+import megatron.core.rerun_state_machine
+from megatron_datastates.errors import UnsafeObjectError
+from megatron_datastates.providers.objects import check_stored, deserialize
+data = sys.stdin.buffer.read()
+for read in (check_stored, deserialize):
+    try:
+        read(data, "key")
+    except UnsafeObjectError as error:
+        assert "a key of nested tuples" in str(error), error
+    else:
+        raise AssertionError("it was accepted")
+"""
+
+
+@pytest.mark.parametrize(("depth", "is_wide"), [(60, True), (200_000, False)])
+def test_a_key_of_nested_named_tuples_is_refused(depth: int, is_wide: bool) -> None:
+    """Megatron's rerun state machine stores named tuples. They hash what they hold, as any tuple does."""
+    pytest.importorskip("megatron.core.rerun_state_machine")
+    head = b"\x80\x02}cmegatron.core.rerun_state_machine\nCall\nq\x000"
+    if is_wide:
+        levels = b"K\x00q\x010" + b"h\x00h\x01h\x01\x86Rq\x010" * depth + b"h\x01"
+    else:
+        levels = b"h\x00" * depth + b"K\x00" + b"K\x00\x86R" * depth
+    data = archive(head + levels + b"K\x01s.")
+    done = subprocess.run([sys.executable, "-c", NAMED_TUPLES], input=data, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
 def test_a_dtype_cannot_change_after_an_array_has_it() -> None:
     pickled = pickle.dumps(np.zeros(4, "V8"), 2)
     # Sets the state of the array's dtype, which numpy's pickle has put into the memo, once more.
