@@ -12,8 +12,9 @@ import torch
 
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.prepared import Preparation
-from megatron_datastates.mcore.save.survey import UnprovableError
+from megatron_datastates.mcore.save.survey import UnprovableError, gathers
 from megatron_datastates.mcore.save.thin_groups import groups_alone
+from megatron_datastates.mcore.save.thin_states import states_left_out
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Tensors
 
@@ -67,8 +68,9 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
                 others, named = parameters.replaced(args, kwargs, "model", models)
                 return original(*others, **named)
 
-            thin = _generate_thin(generate, call, _saving)
-            if _all_ranks_have(thin, _saving):
+            is_agreed = gathers(call["optimizer"])
+            thin = _generate_thin(generate, call, _saving, is_agreed=is_agreed)
+            if _all_ranks(thin is not None, is_agreed or not _saving.is_constant):
                 return thin
             if _saving.thin is not None:
                 _saving.thin.release()
@@ -78,32 +80,52 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     return generate_state_dict
 
 
-def _generate_thin(generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving) -> Any:
-    """Returns a thin state dict if this rank is prepared, else None."""
+def _generate_thin(
+    generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving, *, is_agreed: bool
+) -> Any:
+    """Returns a thin state dict if this rank is prepared, else None.
+
+    Args:
+        is_agreed: Megatron makes collective calls once it is asked for the optimizer's state: then all ranks
+            must ask, or none. Nothing of ours fails from there on that has not failed before.
+    """
     preparation = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
-    if preparation is None:
-        return None
-    with _noting():
-        preparation.require_conditions(call)
-        saving.thin = preparation
-        with groups_alone(call["optimizer"]):
-            state = generate(preparation.thin_models(leaves_out=saving.is_constant))
-        preparation.require_used()
-        preparation.require_unchanged(call)
-        return state
-    return None
+    has_asked = False
+
+    def note_asked(optimizer: Any) -> None:
+        nonlocal has_asked
+        if not has_asked:
+            has_asked = True
+            if not _all_ranks(True, is_agreed):
+                raise UnprovableError("another rank makes its state anew")
+        if preparation is not None:
+            preparation.note_asked(optimizer)
+
+    thin = None
+    if preparation is not None:
+        with _noting():
+            preparation.require_conditions(call)
+            saving.thin = preparation
+            with groups_alone(call["optimizer"]), states_left_out(call["optimizer"], note_asked):
+                state = generate(preparation.thin_models(leaves_out=saving.is_constant))
+            preparation.require_used()
+            preparation.require_unchanged(call)
+            thin = state
+    if not has_asked:
+        _all_ranks(False, is_agreed)
+    return thin
 
 
-def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
-    """Returns whether this rank has a thin state dict and, if that matters to a full save, all others.
+def _all_ranks(is_ready: bool, is_agreed: bool) -> bool:
+    """Returns whether this rank and, if ranks must agree, all others are ready.
 
-    In a full save of a structure that is not declared constant, ranks exchange metadata: all ranks do, or
-    none. Looks are collective only then: no save but the first waits for other ranks.
+    They must if a full save makes collective calls: all ranks make them, or none. Looks are collective only
+    then: no other save but the first waits for other ranks.
     """
     from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
-    unready = [int(thin is None)]
-    if not saving.is_constant and len(ranks_of()) > 1:
+    unready = [int(not is_ready)]
+    if is_agreed and len(ranks_of()) > 1:
         unready = sum_now(unready)
     return not unready[0]
 
