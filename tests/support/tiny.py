@@ -162,7 +162,7 @@ class Pretraining:
         environment: dict[str, str] | None = None,
         without: Iterable[str] = (),
     ) -> Running:
-        """Starts a run with `recipes/tiny.args`, less those `without`, and then these arguments, which win."""
+        """Starts a run with `recipes/tiny.args`, except `without`, and these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
         # Megatron accepts only one of each pair.

@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
-from megatron_datastates.mcore.save.survey import Survey, UnprovableError, gathers
+from megatron_datastates.mcore.save.survey import Survey, UnprovableError, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
 
@@ -112,7 +112,8 @@ def stored(state: Any) -> tuple[Any, Any]:
 
 
 def thin_state(optimizer: Any, asked: Callable[[Any], None] = lambda one: None) -> Any:
-    with groups_alone(optimizer), states_left_out(optimizer, asked):
+    optimizers = optimizers_in(optimizer)
+    with groups_alone(optimizers), states_left_out(optimizers, asked):
         return optimizer.sharded_state_dict({"model": {}})
 
 
@@ -251,6 +252,17 @@ def test_an_optimizer_replaced_in_a_chain_of_chains_is_noticed() -> None:
     chain.chained_optimizers[0].chained_optimizers[0] = copy.copy(optimizer)
     with pytest.raises(UnprovableError, match="an optimizer was added, removed or replaced"):
         survey.tensors_if_unchanged(chain)
+
+
+def test_links_that_join_another_chain_are_noticed() -> None:
+    """The number of a link in its chain may be a part of names."""
+    model = make_model()
+    links = [float16(one) for one in model]
+    survey = Survey([model], chain_of(layer_wise(links[0]), links[1]))
+    survey.tensors_if_unchanged(chain_of(layer_wise(links[0]), links[1]))
+    for other in (chain_of(*links), layer_wise(*links), chain_of(layer_wise(*links))):
+        with pytest.raises(UnprovableError, match="an optimizer was added, removed or replaced"):
+            survey.tensors_if_unchanged(other)
 
 
 class OwnStateDict(torch.optim.Adam):

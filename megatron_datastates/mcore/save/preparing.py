@@ -12,7 +12,7 @@ import torch
 
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.prepared import Preparation
-from megatron_datastates.mcore.save.survey import UnprovableError, gathers
+from megatron_datastates.mcore.save.survey import UnprovableError, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
 from megatron_datastates.pipeline.saving.held import trainer_held
@@ -68,9 +68,9 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
                 others, named = parameters.replaced(args, kwargs, "model", models)
                 return original(*others, **named)
 
-            is_agreed = gathers(call["optimizer"])
-            thin = _generate_thin(generate, call, _saving, is_agreed=is_agreed)
-            if _all_ranks(thin is not None, is_agreed or not _saving.is_constant):
+            must_agree = gathers(call["optimizer"])
+            thin = _generate_thin(generate, call, _saving, must_agree=must_agree)
+            if _all_ranks(thin is not None, must_agree or not _saving.is_constant):
                 return thin
             if _saving.thin is not None:
                 _saving.thin.release()
@@ -81,13 +81,13 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _generate_thin(
-    generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving, *, is_agreed: bool
+    generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving, *, must_agree: bool
 ) -> Any:
     """Returns a thin state dict if this rank is prepared, else None.
 
     Args:
-        is_agreed: Megatron makes collective calls once it is asked for the optimizer's state: then all ranks
-            must ask, or none. Nothing of ours fails from there on that has not failed before.
+        must_agree: the optimizer makes collective calls when it is asked for its state: then all ranks ask,
+            or none. From there on, nothing of ours fails that could have been found out before.
     """
     preparation = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
     has_asked = False
@@ -96,7 +96,7 @@ def _generate_thin(
         nonlocal has_asked
         if not has_asked:
             has_asked = True
-            if not _all_ranks(True, is_agreed):
+            if not _all_ranks(True, must_agree):
                 raise UnprovableError("another rank makes its state anew")
         if preparation is not None:
             preparation.note_asked(optimizer)
@@ -106,17 +106,18 @@ def _generate_thin(
         with _noting():
             preparation.require_conditions(call)
             saving.thin = preparation
-            with groups_alone(call["optimizer"]), states_left_out(call["optimizer"], note_asked):
+            optimizers = optimizers_in(call["optimizer"])
+            with groups_alone(optimizers), states_left_out(optimizers, note_asked):
                 state = generate(preparation.thin_models(leaves_out=saving.is_constant))
             preparation.require_used()
             preparation.require_unchanged(call)
             thin = state
     if not has_asked:
-        _all_ranks(False, is_agreed)
+        _all_ranks(False, must_agree)
     return thin
 
 
-def _all_ranks(is_ready: bool, is_agreed: bool) -> bool:
+def _all_ranks(is_ready: bool, must_agree: bool) -> bool:
     """Returns whether this rank and, if ranks must agree, all others are ready.
 
     They must if a full save makes collective calls: all ranks make them, or none. Looks are collective only
@@ -125,7 +126,7 @@ def _all_ranks(is_ready: bool, is_agreed: bool) -> bool:
     from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
     unready = [int(not is_ready)]
-    if is_agreed and len(ranks_of()) > 1:
+    if must_agree and len(ranks_of()) > 1:
         unready = sum_now(unready)
     return not unready[0]
 

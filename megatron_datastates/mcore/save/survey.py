@@ -80,6 +80,7 @@ class Survey:
             raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
         self._modules = list(map(weakref.ref, modules))
         self._optimizers = [weakref.ref(one) for one in optimizers_in(optimizer)]
+        self._chain = _chain_in(optimizer)
         members, containers = self._places()
         self._structures = (
             native.Structure(
@@ -114,7 +115,8 @@ class Survey:
         """
         surveyed = [ref() for ref in self._optimizers]
         found = optimizers_in(optimizer)
-        if len(found) != len(surveyed) or not all(map(is_, found, surveyed)):
+        is_same = len(found) == len(surveyed) and all(map(is_, found, surveyed))
+        if not is_same or _chain_in(optimizer) != self._chain:
             raise UnprovableError("an optimizer was added, removed or replaced")
         of_modules, of_optimizers = self._leaves()
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
@@ -258,6 +260,12 @@ def _links(optimizer: Any) -> Iterable[Any]:
         _require_trusted(one, [getattr(one, name) for name in _OF_OPTIMIZERS])
     _require_none_of_its_own(optimizer, _OF_OPTIMIZERS)
     return chain.from_iterable(map(_links, optimizer.chained_optimizers))
+
+
+def _chain_in(optimizer: Any) -> Any:
+    """Returns a value that is equal for chains of equal links, without what keeps them alive."""
+    links = getattr(optimizer, "chained_optimizers", None)
+    return id(optimizer) if links is None else [type(optimizer), *map(_chain_in, links)]
 
 
 def has_buckets(optimizer: Any) -> bool:

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_datastates.mcore.save.survey import code_of, has_buckets, optimizers_in
+from megatron_datastates.mcore.save.survey import code_of, has_buckets
 
 _TRUSTED = ("torch.", "transformer_engine.", "apex.")  # their state dicts leave groups as torch's does
 _HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 
 @contextlib.contextmanager
-def groups_alone(optimizer: Any) -> Iterator[None]:
-    """Leaves the states out of the state dicts of the inner optimizers that are known to allow that.
-
-    Raises:
-        UnprovableError: there are others than Megatron's optimizers.
-    """
-    distributed = [one.optimizer for one in optimizers_in(optimizer) if has_buckets(one)]
-    thin = [inner for inner in distributed if _may_be_thin(inner)]
+def groups_alone(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Leaves the states out of what distributed optimizers ask of torch's, where nothing else changes."""
+    thin = [one.optimizer for one in optimizers if has_buckets(one) and _may_be_thin(one.optimizer)]
     try:  # from the first one on: an interrupt may come between any two
         for inner in thin:
             inner.__dict__["state_dict"] = functools.partial(_groups_alone, inner)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 
-from megatron_datastates.mcore.save.survey import UnprovableError, has_buckets, optimizers_in
+from megatron_datastates.mcore.save.survey import UnprovableError, has_buckets
 from megatron_datastates.mcore.save.thin_groups import makes_groups_as_torch
 
 _STEP = "step"
@@ -26,27 +26,18 @@ _NOT_STORED = frozenset(_STEP[first:end] for first in range(5) for end in range(
 _NAME = "stand-in"
 
 
-def without_buckets(optimizer: Any) -> list[Any]:
-    """Returns the optimizers of a chain, or the only one, that store states by parameter.
-
-    Raises:
-        UnprovableError: there are others than Megatron's.
-    """
-    return [one for one in optimizers_in(optimizer) if not has_buckets(one)]
-
-
 @contextlib.contextmanager
-def states_left_out(optimizer: Any, asked: Callable[[Any], None]) -> Iterator[None]:
-    """Leaves tensors out of the sharded state dicts of such optimizers.
+def states_left_out(optimizers: Iterable[Any], asked: Callable[[Any], None]) -> Iterator[None]:
+    """Leaves tensors out of the sharded state dicts of those that store states by parameter.
 
     Args:
         asked: called with each of them before Megatron's code makes its state dict. All that this package can
             find out about them has been found out by then.
 
     Raises:
-        UnprovableError: one has values that its state dict would not have, or other optimizers.
+        UnprovableError: one has values that its state dict would not have.
     """
-    found = without_buckets(optimizer)
+    found = [one for one in optimizers if not has_buckets(one)]
     thin = [_thin(one) for one in found]
     try:  # from the first one on: an interrupt may come between any two
         for one, its_copy in zip(found, thin, strict=True):
