@@ -142,6 +142,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.conformance
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [ADAM, SGD, WITHOUT_STATE, Grouped], ids=["adam", "sgd", "plain", "grouped"])
