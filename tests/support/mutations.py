@@ -29,9 +29,16 @@ def mutation(function: Mutate) -> Mutate:
     return function
 
 
+def links(optimizer: Any) -> list[Any]:
+    """Returns the optimizers of a chain, of chains of them, or this one."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [link for one in optimizer.chained_optimizers for link in links(one)]
+
+
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Returns the torch optimizers of a Megatron optimizer."""
-    return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [one.optimizer for one in links(optimizer)]
 
 
 @mutation
@@ -47,10 +54,23 @@ def moved_data(model: Any, optimizer: Any) -> None:
 
 @mutation
 def replaced_state(model: Any, optimizer: Any) -> None:
-    """Replaces the moments of the first parameter."""
+    """Replaces a moment of the first parameter."""
     for inner in inner_optimizers(optimizer):
-        state = inner.state[inner.param_groups[0]["params"][0]]
-        state["exp_avg"] = state["exp_avg"] + 1
+        state = next(iter(inner.state.values()))
+        name = next(name for name in state if name != "step")
+        state[name] = state[name] + 1
+
+
+@mutation
+def replaced_main_parameters(model: Any, optimizer: Any) -> None:
+    """Replaces the first main parameter of each group, with its state."""
+    for one in links(optimizer):
+        for group, mains in zip(one.optimizer.param_groups, one.fp32_from_float16_groups, strict=True):
+            if mains:
+                new = mains[0].clone() + 1
+                at = next(at for at, param in enumerate(group["params"]) if param is mains[0])
+                one.optimizer.state[new] = one.optimizer.state.pop(mains[0])
+                mains[0] = group["params"][at] = new
 
 
 @mutation
@@ -94,7 +114,7 @@ def new_option(model: Any, optimizer: Any) -> None:
     """Changes plain values of a parameter group."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
-            group["eps"] = 1.5e-8  # the scheduler sets others at a load
+            group["eps" if "eps" in group else "momentum"] = 1.5e-8  # the scheduler sets others at a load
 
 
 def _around_state_dicts(change: Callable[[Any, Callable[[], Any]], Any]) -> None:

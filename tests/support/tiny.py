@@ -5,6 +5,7 @@ does not: anything that imports torch (`tiny_rank.py` is what runs in the ranks)
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -155,13 +156,18 @@ class Pretraining:
         self._forge, self._folder, self._runs, self._target, self._ranks = forge, folder, 0, target, ranks
         self._arguments = (RECIPES / "tiny.args").read_text().split()
 
-    def start(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Running:
-        """Starts a run with `recipes/tiny.args` and then these arguments, which win."""
+    def start(
+        self,
+        *arguments: str | Path,
+        environment: dict[str, str] | None = None,
+        without: Iterable[str] = (),
+    ) -> Running:
+        """Starts a run with `recipes/tiny.args`, except `without`, and these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
         # Megatron accepts only one of each pair.
         pairs = {"--fp16": "--bf16", "--use-torch-fsdp2": "--use-distributed-optimizer"}
-        instead = {pairs[name] for name in arguments if name in pairs}
+        instead = {pairs[name] for name in arguments if name in pairs}.union(without)
         everything = [name for name in self._arguments if name not in instead] + list(map(str, arguments))
         job = self._forge.start(
             self._target,
@@ -177,9 +183,11 @@ class Pretraining:
         *arguments: str | Path,
         timeout_seconds: float = 60.0,
         environment: dict[str, str] | None = None,
+        without: Iterable[str] = (),
     ) -> Ending:
         """Starts a run and waits for it; it must succeed."""
-        return self.start(*arguments, environment=environment).finish(timeout_seconds)
+        running = self.start(*arguments, environment=environment, without=without)
+        return running.finish(timeout_seconds)
 
     def fail(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Outcome:
         """Starts a run and waits until every rank has ended, with any exit code; none may hang."""

@@ -6,6 +6,7 @@ floats are written in hex, so that two runs compare bit for bit.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import torch
 import torch._dynamo  # as the tokenizer below: here once, because each rank would spend 2 s on importing them
 import torch.distributed.tensor
 from megatron.core import tensor_parallel
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.training import get_args
 from megatron.training import training as loop
 
@@ -31,6 +33,7 @@ with contextlib.suppress(ImportError):  # not in every release
     import megatron.core.tokenizers.text.text_tokenizer  # noqa: F401
 
 Digests = dict[str, str]
+PROVIDED = "TINY_MODEL_PROVIDER"  # an environment variable
 FAULTS = "MEGATRON_DATASTATES_FAULTS"
 SETTLED = ("async_save", "async_strategy", "use_persistent_ckpt_worker", "ckpt_assume_constant_structure")
 
@@ -105,7 +108,7 @@ def _generators() -> Digests:
 def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
     """Yields each inner optimizer's options (the step is one), main parameters and their moments, and the
     loss scaler."""
-    for link, chained in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+    for link, chained in enumerate(mutations.links(optimizer)):
         if getattr(chained, "grad_scaler", None) is not None:
             yield f"optimizer {link} loss scaler", _text(chained.grad_scaler.state_dict())
         inner = chained.optimizer
@@ -135,6 +138,15 @@ def _text(value: Any) -> str:
     return text if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()
 
 
+def _provide_model() -> None:
+    """Lets Megatron build the model as before 0.19: only there does it make buckets for Muon."""
+    configure = pretrain_tiny._configure
+    pretrain_tiny._configure = lambda describe_model: configure(describe_model=False)
+    pretrain_tiny.pretrain = functools.partial(
+        pretrain_tiny.pretrain, model_provider=pretrain_tiny.build_model
+    )
+
+
 def main(arguments: list[str], folder: str) -> None:
     """Pretrains with `arguments` and writes FOLDER/rankN.json, unless it fails or trains no step.
 
@@ -149,6 +161,10 @@ def main(arguments: list[str], folder: str) -> None:
     if name:
         os.environ[name] = value
     frozen.install()
+    # NCCL gathers parts of unequal sizes, gloo does not.
+    LayerWiseDistributedOptimizer.allgather_params = LayerWiseDistributedOptimizer.broadcast_params
+    if PROVIDED in os.environ:
+        _provide_model()
     recorder = Recorder()
     mutations.install(recorder.working)
     recorder.attach()

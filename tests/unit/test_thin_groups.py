@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_datastates.mcore.save import thin_groups
@@ -55,7 +55,7 @@ def test_megatron_stores_the_same_of_both() -> None:
     inner = trained(torch.optim.Adam)
     optimizer, groups = distributed(inner), copy.deepcopy(inner.state_dict()["param_groups"])
     whole = optimizer.state_dict()
-    with groups_alone(optimizer):
+    with groups_alone([optimizer]):
         assert optimizer.state_dict() == whole
         inner.param_groups[0]["lr"] = 0.3
         assert optimizer.state_dict()["optimizer"]["param_groups"][0]["lr"] == 0.3
@@ -69,7 +69,7 @@ def test_megatron_stores_the_same_of_both() -> None:
 
 def test_states_are_not_made() -> None:
     inner = trained(torch.optim.Adam)
-    with groups_alone(distributed(inner)):
+    with groups_alone([distributed(inner)]):
         assert inner.state_dict()["state"] == {}
 
 
@@ -93,15 +93,14 @@ def use_plain_torch(inner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_program_has_a_say_in_is_asked_for_whole(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = trained(torch.optim.Adam)
     change(inner, monkeypatch)
-    with groups_alone(distributed(inner)):
+    with groups_alone([distributed(inner)]):
         assert len(inner.state_dict()["state"]) == 4
     assert len(inner.state_dict()["state"]) == 4
 
 
 def test_an_interrupt_between_two_optimizers_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     inners = [trained(torch.optim.Adam) for _ in range(2)]
-    chained = ChainedOptimizer.__new__(ChainedOptimizer)
-    chained.chained_optimizers = [distributed(inner) for inner in inners]
+    optimizers = [distributed(inner) for inner in inners]
     calls = iter([False, True])
 
     def interrupted(*args: Any) -> Any:
@@ -110,13 +109,13 @@ def test_an_interrupt_between_two_optimizers_leaves_nothing_behind(monkeypatch: 
         return functools.partial(*args)
 
     monkeypatch.setattr(thin_groups, "functools", SimpleNamespace(partial=interrupted))
-    with pytest.raises(KeyboardInterrupt), groups_alone(chained):
+    with pytest.raises(KeyboardInterrupt), groups_alone(optimizers):
         pytest.fail("the second one was not interrupted")
     assert not any("state_dict" in vars(inner) for inner in inners)
 
 
 def test_an_error_leaves_nothing_behind() -> None:
     inner = trained(torch.optim.Adam)
-    with pytest.raises(KeyError), groups_alone(distributed(inner)):
+    with pytest.raises(KeyError), groups_alone([distributed(inner)]):
         raise KeyError
     assert len(inner.state_dict()["state"]) == 4

@@ -2,8 +2,8 @@
 
 Nearly all of a save's time on the trainer's path goes into describing the same tensors again: the sharded
 state dicts of model and optimizer, factories, validation, mapping, classification. In a prepared save,
-Megatron makes a *thin* state dict, in which the model and the buckets of the optimizer have no tensors;
-values of plain objects are made by Megatron as in any save. Then we only look at what can differ (survey.py).
+Megatron makes a *thin* state dict, in which the model and the optimizer have no tensors; values of plain
+objects are made by Megatron as in any save. Then we only look at what can differ (survey.py).
 The tensors are those of the survey, under the names and in the places that the last full save gave them.
 
 All ranks prepare, or none, if in a full save they exchange metadata. Any change, anything that cannot be
@@ -34,9 +34,10 @@ from megatron_datastates.mcore.save.survey import (
     Found,
     Survey,
     UnprovableError,
-    distributed_optimizers,
+    has_buckets,
     is_megatrons_alone,
     items_at,
+    optimizers_in,
     require_known_maker,
 )
 from megatron_datastates.pipeline.saving.plans import has_unresolved_views
@@ -120,6 +121,7 @@ class Preparation:
         self.rank, _ = self._conditions[-1]
         self._survey = Survey(call["model"], call["optimizer"])
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
+        self._states: set[int] = set()  # ids of the other optimizers
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
         self._extra_states: list[ExtraStates] = []  # by model chunk
         self._empty: dict[str, None] = {}  # keys of objects without a value, of a full save
@@ -150,8 +152,12 @@ class Preparation:
             UnprovableError: one has values that cannot be proved to be unchanged.
         """
         noted = [ref() for ref, _ in self._bucket_states.values()]
-        if any(one not in noted for one in distributed_optimizers(call["optimizer"])):
+        optimizers = optimizers_in(call["optimizer"])
+        if any(one not in noted for one in optimizers if has_buckets(one)):
             raise UnprovableError("the optimizer's state is not stored in buckets")
+        self._states = {id(one) for one in optimizers if not has_buckets(one)}
+        if self._states and "optimizer" not in state:
+            raise UnprovableError("the optimizer's state is not stored")
         chunks = _chunks_of(state, len(call["model"]))
         self._extra_states = [extra_states(*pair) for pair in zip(call["model"], chunks, strict=True)]
         for number, chunk in enumerate(chunks):
@@ -231,13 +237,17 @@ class Preparation:
         self._used.add(id(optimizer))
         return {key: copy.copy(item) for key, item in self._bucket_states[id(optimizer)][1].items()}
 
+    def note_asked(self, optimizer: Any) -> None:
+        """Notes that Megatron asks for the state of an optimizer without buckets."""
+        self._used.add(id(optimizer))
+
     def require_used(self) -> None:
         """Raises UnprovableError if Megatron did not ask for all of the thin state."""
-        chunks, buckets = set(range(len(self._extra_states))), set(self._bucket_states)
-        if self._used != chunks | buckets:
+        chunks, optimizers = set(range(len(self._extra_states))), self._states.union(self._bucket_states)
+        if self._used != chunks | optimizers:
             raise UnprovableError(
-                f"Megatron did not ask for the state of all {len(chunks)} model chunks and {len(buckets)} "
-                "optimizers"
+                f"Megatron did not ask for the state of all {len(chunks)} model chunks and "
+                f"{len(optimizers)} optimizers"
             )
 
     def thin_chunk(self, number: int) -> dict[str, Any]:

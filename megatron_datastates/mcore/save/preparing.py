@@ -12,8 +12,9 @@ import torch
 
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.prepared import Preparation
-from megatron_datastates.mcore.save.survey import UnprovableError
+from megatron_datastates.mcore.save.survey import UnprovableError, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
+from megatron_datastates.mcore.save.thin_states import states_left_out
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Tensors
 
@@ -70,8 +71,9 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
                 others, named = parameters.replaced(args, kwargs, "model", models)
                 return original(*others, **named)
 
-            thin = _generate_thin(generate, call, _saving)
-            if _all_ranks_have(thin, _saving):
+            must_agree = gathers(call["optimizer"])
+            thin = _generate_thin(generate, call, _saving, must_agree=must_agree)
+            if _all_ranks(thin is not None, must_agree or not _saving.is_constant):
                 return thin
             if _saving.thin is not None:
                 _saving.thin.release()
@@ -81,32 +83,53 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     return generate_state_dict
 
 
-def _generate_thin(generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving) -> Any:
-    """Returns a thin state dict if this rank is prepared, else None."""
+def _generate_thin(
+    generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving, *, must_agree: bool
+) -> Any:
+    """Returns a thin state dict if this rank is prepared, else None.
+
+    Args:
+        must_agree: the optimizer makes collective calls when it is asked for its state: then all ranks ask,
+            or none. From there on, nothing of ours fails that could have been found out before.
+    """
     preparation = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
-    if preparation is None:
-        return None
-    with _noting():
-        preparation.require_conditions(call)
-        saving.thin = preparation
-        with groups_alone(call["optimizer"]):
-            state = generate(preparation.thin_models(leaves_out=saving.is_constant))
-        preparation.require_used()
-        preparation.require_unchanged(call)
-        return state
-    return None
+    has_asked = False
+
+    def note_asked(optimizer: Any) -> None:
+        nonlocal has_asked
+        if not has_asked:
+            has_asked = True
+            if not _all_ranks(True, must_agree):
+                raise UnprovableError("another rank makes its state anew")
+        if preparation is not None:
+            preparation.note_asked(optimizer)
+
+    thin = None
+    if preparation is not None:
+        with _noting():
+            preparation.require_conditions(call)
+            saving.thin = preparation
+            optimizers = optimizers_in(call["optimizer"])
+            with groups_alone(optimizers), states_left_out(optimizers, note_asked):
+                state = generate(preparation.thin_models(leaves_out=saving.is_constant))
+            preparation.require_used()
+            preparation.require_unchanged(call)
+            thin = state
+    if not has_asked:
+        _all_ranks(False, must_agree)
+    return thin
 
 
-def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
-    """Returns whether this rank has a thin state dict and, if that matters to a full save, all others.
+def _all_ranks(is_ready: bool, must_agree: bool) -> bool:
+    """Returns whether this rank and, if ranks must agree, all others are ready.
 
-    In a full save of a structure that is not declared constant, ranks exchange metadata: all ranks do, or
-    none. Looks are collective only then: no save but the first waits for other ranks.
+    They must if a full save makes collective calls: all ranks make them, or none. Looks are collective only
+    then: no other save but the first waits for other ranks.
     """
     from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
-    unready = [int(thin is None)]
-    if not saving.is_constant and len(ranks_of()) > 1:
+    unready = [int(not is_ready)]
+    if must_agree and len(ranks_of()) > 1:
         unready = sum_now(unready)
         if unready[0] and thin is not None:
             saving.obstacle = f"{unready[0]} other ranks cannot reuse what they prepared"

@@ -37,6 +37,7 @@ _BUCKETING = (
     "get_parameter_state_dp_reshardable",
     "_get_main_param_and_optimizer_states",
 )
+_GROUPS = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
 _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")  # stored beside the buckets
 _OURS = "megatron_datastates."
 _SAVING = ("megatron.training.checkpointing", "save_checkpoint")  # makes state dicts, and saves them
@@ -78,7 +79,8 @@ class Survey:
         if any(getattr(one, "is_gtp_weight_remat", False) for one in parameters):
             raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
         self._modules = list(map(weakref.ref, modules))
-        self._optimizers = [weakref.ref(one) for one in distributed_optimizers(optimizer)]
+        self._optimizers = [weakref.ref(one) for one in optimizers_in(optimizer)]
+        self._chain = _chain_in(optimizer)
         members, containers = self._places()
         self._structures = (
             native.Structure(
@@ -112,8 +114,9 @@ class Survey:
             UnprovableError: something has changed.
         """
         surveyed = [ref() for ref in self._optimizers]
-        found = distributed_optimizers(optimizer)
-        if len(found) != len(surveyed) or not all(map(is_, found, surveyed)):
+        found = optimizers_in(optimizer)
+        is_same = len(found) == len(surveyed) and all(map(is_, found, surveyed))
+        if not is_same or _chain_in(optimizer) != self._chain:
             raise UnprovableError("an optimizer was added, removed or replaced")
         of_modules, of_optimizers = self._leaves()
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
@@ -225,27 +228,62 @@ def items_at(positions: Sequence[int]) -> Callable[[Sequence[Any]], Iterable[Any
     return itemgetter(*positions)
 
 
-def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Returns the distributed optimizers of a chain, or the only one, without those that have no parameters.
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """Returns the optimizers of a chain, or the only one, without those that have no parameters.
 
     Raises:
-        UnprovableError: there are others.
+        UnprovableError: there are others than Megatron's own.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    found = list(_links(optimizer))
+    for cls in set(map(type, found)):
+        if cls not in (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer):
+            raise UnprovableError(f"the optimizer is a {cls.__qualname__}, which is not one of Megatron's")
+        names = _BUCKETING if cls is DistributedOptimizer else _OF_OPTIMIZERS
+        _require_trusted(cls, [getattr(cls, name) for name in names])
+    for one in found:
+        _require_none_of_its_own(one, _BUCKETING if has_buckets(one) else _OF_OPTIMIZERS)
+    return [one for one in found if not getattr(one, "is_stub_optimizer", False)]
+
+
+def _links(optimizer: Any) -> Iterable[Any]:
+    """Returns the optimizers of a chain, of whose links some may be chains, or this one."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    chained = [optimizer]
-    if type(optimizer) is ChainedOptimizer:
-        chained = optimizer.chained_optimizers
-        _require_trusted(ChainedOptimizer, [getattr(ChainedOptimizer, name) for name in _OF_OPTIMIZERS])
-        _require_none_of_its_own(optimizer, _OF_OPTIMIZERS)
-    for one in chained:
-        if type(one) is not DistributedOptimizer:
-            raise UnprovableError(f"the optimizer is a {type(one).__qualname__}, not a DistributedOptimizer")
-    _require_trusted(DistributedOptimizer, [getattr(DistributedOptimizer, name) for name in _BUCKETING])
-    for one in chained:
-        _require_none_of_its_own(one, _BUCKETING)
-    return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
+    cls = type(optimizer)
+    if cls is not ChainedOptimizer and cls is not LayerWiseDistributedOptimizer:
+        return [optimizer]
+    for one in {cls, ChainedOptimizer}:
+        _require_trusted(one, [getattr(one, name) for name in _OF_OPTIMIZERS])
+    _require_none_of_its_own(optimizer, _OF_OPTIMIZERS)
+    return chain.from_iterable(map(_links, optimizer.chained_optimizers))
+
+
+def _chain_in(optimizer: Any) -> Any:
+    """Returns a value that is equal for chains of equal links, without what keeps them alive."""
+    links = getattr(optimizer, "chained_optimizers", None)
+    return id(optimizer) if links is None else [type(optimizer), *map(_chain_in, links)]
+
+
+def has_buckets(optimizer: Any) -> bool:
+    """Returns whether this is a distributed optimizer; the others store states by parameter."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return type(optimizer) is DistributedOptimizer
+
+
+def gathers(optimizer: Any) -> bool:
+    """Returns whether an optimizer's state dict is made by collective calls, that of a load or of any save.
+
+    Layer-wise optimizers look for the values of parameter groups that are empty on some ranks.
+    """
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    links = getattr(optimizer, "chained_optimizers", ())
+    return isinstance(optimizer, LayerWiseDistributedOptimizer) or any(map(gathers, links))
 
 
 def _require_none_of_its_own(owner: Any, methods: Iterable[str]) -> None:
@@ -270,13 +308,14 @@ def _never_stored(modules: list[Any]) -> list[str]:
 
 
 def _containers(optimizer: Any) -> list[Any]:
-    """Returns what decides how a distributed optimizer's state is stored; a step there is a plain value."""
+    """Returns what decides how an optimizer's state is stored; a step there is a plain value."""
     inner = optimizer.optimizer
+    held = [inner, [group["params"] for group in inner.param_groups], inner.state]
+    if not has_buckets(optimizer):
+        return [*held, *(getattr(optimizer, name, None) for name in _GROUPS)]
     buckets = [list(buffer.buckets) for buffer in optimizer.buffers]
     return [
-        inner,
-        [group["params"] for group in inner.param_groups],
-        inner.state,
+        *held,
         optimizer.gbuf_ranges,
         optimizer.model_param_group_index_map,
         list(optimizer.buffers),
