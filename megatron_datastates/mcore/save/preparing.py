@@ -75,6 +75,8 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
             thin = _generate_thin(generate, call, _saving, must_agree=must_agree)
             if _all_ranks(thin is not None, must_agree or not _saving.is_constant):
                 return thin
+            if thin is not None:
+                _saving.obstacle = "another rank makes its state anew"
             if _saving.thin is not None:
                 _saving.thin.release()
                 _saving.thin = None
@@ -131,8 +133,6 @@ def _all_ranks(is_ready: bool, must_agree: bool) -> bool:
     unready = [int(not is_ready)]
     if must_agree and len(ranks_of()) > 1:
         unready = sum_now(unready)
-        if unready[0] and thin is not None:
-            saving.obstacle = f"{unready[0]} other ranks cannot reuse what they prepared"
     return not unready[0]
 
 
