@@ -47,7 +47,7 @@ from megatron_datastates.pipeline.publishing.directory_publisher import Director
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.publishing.polls import Polls
+from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
@@ -103,12 +103,15 @@ class Publication:
         self._polls = polls
         self._faults = faults
         self._extras = extras or PublicationExtras()
-        # What the next poll reads instead of flags, or beside them.
-        self._errors_asked: PendingResult[bytes] | None = None
-        self._records_asked: PendingResult[bytes] | None = None
-        self._indexes = IndexExchange(save, layouts)
-        self._keep_file = False  # even if the save fails
+        # The step of the protocol, between polls the same on every rank.
+        self._errors_asked: PendingResult[bytes] | None = None  # step 2: the next poll reads these, no flags
+        self._records_asked: PendingResult[bytes] | None = None  # step 3: it reads these beside flags
+        self._publishing = False  # records were sent: from now on a manifest may name this rank's file
+        self._keep_file = False  # step 2: although the save fails
+        # What this rank alone has done.
         self._abandoned, self._why_abandoned = False, ""
+        self._manifest_in_place = False  # it is, or may yet be
+        self._indexes = IndexExchange(save, layouts)
         self.is_awaited = False  # the trainer does nothing but wait for this save
         # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
         # makes copies of others': set before the save starts.
@@ -117,8 +120,6 @@ class Publication:
         self.near: NearShare | None = None  # once records are known, if there are files in near tiers
         self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
         self._epoch: int | None = None  # of the layouts, once it relies on them
-        self._publishing = False  # records were sent: from now on a manifest may name this rank's file
-        self._manifest_in_place = False  # by this rank: it is, or may yet be
         self._published = threading.Event()  # as far as this rank's threads have a part in it
         self._publisher: BackgroundThread | None = None
         self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
@@ -178,16 +179,16 @@ class Publication:
         """Returns whether the next poll reads flags, and not errors."""
         return self._errors_asked is None
 
-    def flags(self) -> list[int]:
+    def flags(self) -> Flags:
         """Returns what this rank adds to the sum."""
-        save = self.save
+        save, near = self.save, self.near
         is_done = self._published.is_set() if self._publishing else save.is_durable
-        offered = 0 if self.near is None else self.near.offered_bytes
         failed, in_place = save.failure is not None, self._manifest_in_place
-        lacks_copies = self.near is not None and self.near.lacks_copies
-        return [int(not is_done), int(failed), int(in_place), offered, int(lacks_copies)]
+        offered_bytes = 0 if near is None else near.offered_bytes
+        without_copies = near is not None and near.lacks_copies
+        return Flags(int(not is_done), int(failed), int(in_place), offered_bytes, int(without_copies))
 
-    def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
+    def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
         self.save.look()
         self._indexes.look()
@@ -195,33 +196,23 @@ class Publication:
         if self._errors_asked is not None:
             self._fail(self._errors_asked.result())
         elif sums is not None:
-            self._act(*sums, is_first=is_first, may_publish=may_publish)
+            self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
 
-    def _act(
-        self,
-        unfinished: int,
-        failed: int,
-        in_place: int,
-        offered: int,
-        without_copies: int,
-        *,
-        is_first: bool,
-        may_publish: bool,
-    ) -> None:
-        if failed:
-            self._keep_file = in_place > 0
+    def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
+        if sums.failed:
+            self._keep_file = sums.in_place > 0
             self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
         elif self._records_asked is not None:
             records, self._records_asked = self._records_asked.result(), None
             self._exchange(Records(records))
-        elif offered and self.near is not None and not self.near.is_asked:
-            self.near.ask(self.collectives, offered)
-        elif unfinished:
+        elif sums.offered_bytes and self.near is not None and not self.near.is_asked:
+            self.near.ask(self.collectives, sums.offered_bytes)
+        elif sums.unfinished:
             return
         elif self._publishing:
             if is_first:
-                self.ranks_without_copies = without_copies
+                self.ranks_without_copies = sums.without_copies
                 self._end(Outcome.PUBLISHED)
         elif may_publish:
             self._publishing = True

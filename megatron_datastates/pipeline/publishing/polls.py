@@ -8,13 +8,21 @@ iteration publishes as many checkpoints as it begins. They are published in the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
 
-FLAGS = 5  # numbers that each save adds to the sum
+
+class Flags(NamedTuple):
+    """What a rank adds to the sum for one save, each 0 or 1 but for the bytes; also that sum."""
+
+    unfinished: int  # not durable; once records were sent, not published
+    failed: int
+    in_place: int  # the manifest is in its place, or may be
+    offered_bytes: int  # that rank 0 wants to send to all (near/share.py)
+    without_copies: int  # the rank has left out copies that it was to make
 
 
 class Turn:
@@ -23,15 +31,8 @@ class Turn:
     Other threads wait. The exception is a poll where there is only one rank: it returns without a step, which
     harms nothing, because no other rank has to poll equally often.
 
-    Not a context manager, because a signal may arrive between any two calls. Its users write out:
-
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                ...
-            finally:
-                turn.owner = None
+    Not a context manager, because a signal may arrive between any two calls: its users write out what
+    `Polls.poll` does.
     """
 
     def __init__(self) -> None:
@@ -69,15 +70,15 @@ class Polled(Protocol):
         """Starts what was postponed until the trainer polls: the last act of a poll, as it takes cores."""
         ...
 
-    def flags(self) -> list[int]:
-        """Returns this rank's FLAGS numbers."""
+    def flags(self) -> Flags:
+        """Returns what this rank adds to the sum."""
         ...
 
     def interrupt(self, error: BaseException) -> None:
         """Gives the save up on this rank: a poll of it was interrupted, so what it has done is not known."""
         ...
 
-    def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
+    def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol.
 
         Args:
@@ -147,8 +148,8 @@ class Polls:
             self._saves.append(asked)
         for save in self._saves:
             save.begin_poll()
-        sums = self._asked.result() if self._asked is not None else []
-        found = {id(save): sums[at * FLAGS : (at + 1) * FLAGS] for at, save in enumerate(self._asked_for)}
+        sums = iter(self._asked.result() if self._asked is not None else [])
+        found = {id(save): Flags._make(islice(sums, len(Flags._fields))) for save in self._asked_for}
         is_first = may_publish = True
         for save in self._saves:
             may_publish &= save.step(found.get(id(save)), is_first=is_first, may_publish=may_publish)
