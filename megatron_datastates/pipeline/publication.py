@@ -86,7 +86,7 @@ class Publication:
         faults: Faults,
         extras: PublicationExtras | None = None,
     ) -> None:
-        self.save = save
+        self.save, self.postponement = save, save.postponement
         self.outcome = Outcome.PENDING
         self.error: str | None = None  # of the whole save, the same text on every rank
         self.records = Records()
@@ -161,14 +161,6 @@ class Publication:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
 
-    def begin_poll(self) -> None:
-        """Charges what the trainer has waited for until this poll."""
-        self.save.note_poll()
-
-    def end_poll(self) -> None:
-        """Starts what waits for a poll."""
-        self.save.on_poll(is_awaited=self.is_awaited)
-
     @property
     def is_over(self) -> bool:
         """Returns whether the outcome is known; the same on every rank."""
@@ -190,7 +182,7 @@ class Publication:
 
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
-        self.save.look()
+        self.save.update()
         self._indexes.look()
         self._look_for_offer()
         if self._errors_asked is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
+from megatron_datastates.pipeline.saving.postponement import Postponement
 
 
 class Flags(NamedTuple):
@@ -52,6 +53,9 @@ class Turn:
 class Polled(Protocol):
     """A save that polls advance."""
 
+    postponement: Postponement  # of what waits for a poll
+    is_awaited: bool  # the trainer does nothing but wait for this save
+
     @property
     def is_over(self) -> bool:
         """Returns whether its outcome is known; the same on every rank."""
@@ -60,14 +64,6 @@ class Polled(Protocol):
     @property
     def sums_flags(self) -> bool:
         """Returns whether the next poll reads its flags; the same on every rank."""
-        ...
-
-    def begin_poll(self) -> None:
-        """Takes note that the trainer polls."""
-        ...
-
-    def end_poll(self) -> None:
-        """Starts what was postponed until the trainer polls: the last act of a poll, as it takes cores."""
         ...
 
     def flags(self) -> Flags:
@@ -147,7 +143,7 @@ class Polls:
         if not any(save is asked for save in self._saves):
             self._saves.append(asked)
         for save in self._saves:
-            save.begin_poll()
+            save.postponement.charge()
         sums = iter(self._asked.result() if self._asked is not None else [])
         found = {id(save): Flags._make(islice(sums, len(Flags._fields))) for save in self._asked_for}
         is_first = may_publish = True
@@ -159,6 +155,6 @@ class Polls:
         self._asked_for = [save for save in self._saves if save.sums_flags]
         flags = [flag for save in self._asked_for for flag in save.flags()]
         self._asked = self.collectives.start_sum(flags) if flags else None
-        for save in self._saves:
-            save.end_poll()
+        for save in self._saves:  # last, as it takes cores
+            save.postponement.end_at_poll(is_awaited=save.is_awaited)
         return over
