@@ -76,7 +76,13 @@ class Outcome(enum.Enum):
 
 
 class Publication:
-    """One save of all ranks. Call `poll` until it is no longer pending, or `wait`."""
+    """One save of all ranks. Call `poll` until it is no longer pending, or `wait`.
+
+    Args:
+        far_published: called by rank 0's thread, with False, as the last act of publishing in the directory.
+        ended: called once the outcome is known, unless this rank gives up what a manifest may name already.
+        released: called whenever the trainer resumes after a call for this save.
+    """
 
     def __init__(
         self,
@@ -85,6 +91,10 @@ class Publication:
         layouts: LayoutStore,
         faults: Faults,
         extras: PublicationExtras | None = None,
+        *,
+        far_published: Callable[[SaveId, bool], None] | None = None,
+        ended: Callable[[Publication], None] | None = None,
+        released: Callable[[Publication], None] | None = None,
     ) -> None:
         self.save, self.postponement = save, save.postponement
         self.outcome = Outcome.PENDING
@@ -95,19 +105,18 @@ class Publication:
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
-        self.ended_callback: Callable[[], None] = lambda: None
-        # Called by rank 0's thread as the last act of publishing in the checkpoint's directory.
-        self.published_callback: Callable[[SaveId, bool], None] = lambda save_id, is_retried: None
+        self.far_published, self._ended = far_published, ended
+        if released is not None:
+            save.released_callback = functools.partial(released, self)
         self.collectives = polls.collectives
         self.layouts = layouts
-        self._polls = polls
-        self._faults = faults
-        self._extras = extras or PublicationExtras()
+        self._polls, self._faults = polls, faults
+        self.extras = extras or PublicationExtras()
         # The step of the protocol, between polls the same on every rank.
         self._errors_asked: PendingResult[bytes] | None = None  # step 2: the next poll reads these, no flags
         self._records_asked: PendingResult[bytes] | None = None  # step 3: it reads these beside flags
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
-        self._keep_file = False  # step 2: although the save fails
+        self.keeps_files = False  # step 2: although the save fails, as its manifest may be in place
         # What this rank alone has done.
         self._abandoned, self._why_abandoned = False, ""
         self._manifest_in_place = False  # it is, or may yet be
@@ -193,7 +202,7 @@ class Publication:
 
     def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
         if sums.failed:
-            self._keep_file = sums.in_place > 0
+            self.keeps_files = sums.in_place > 0
             self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
         elif self._records_asked is not None:
             records, self._records_asked = self._records_asked.result(), None
@@ -217,9 +226,9 @@ class Publication:
             self.published_at = self.published_at or time.perf_counter()
         if self._epoch is not None:
             self.layouts.end_use(self._epoch, self._indexes.digests() if outcome is Outcome.PUBLISHED else ())
-        # It refers to this publication: without the garbage collector (--manual-gc) none would ever be freed.
-        ended, self.ended_callback = self.ended_callback, lambda: None
-        ended()
+        ended, self._ended = self._ended, None  # a publication that is kept keeps no saver
+        if ended is not None:
+            ended(self)
 
     def _fail(self, failures: bytes) -> None:
         failed = decode_failures(failures)
@@ -228,9 +237,9 @@ class Publication:
         context = self.save.context
         self.error = (
             f"saving to {context.directory} failed on {len(failed)} of {self.collectives.size} ranks: "
-            f"{causes}{more}. {_KEPT if self._keep_file else _NOTHING}"
+            f"{causes}{more}. {_KEPT if self.keeps_files else _NOTHING}"
         )
-        if not self._keep_file:
+        if not self.keeps_files:
             self.save.cancel_and_remove("another rank failed")
         self._end(Outcome.FAILED)
 
@@ -256,7 +265,7 @@ class Publication:
             self._publishing = self._manifest_in_place
         self.abandon(self._why_abandoned or "torch.distributed was initialized anew, or ended, meanwhile")
         if self._publishing:
-            self.ended_callback = lambda: None  # would remove files that a manifest may name
+            self._ended = None  # would remove files that a manifest may name
         said = _UNKNOWN if self._publishing else _NOTHING
         rank, directory = self.collectives.rank, self.save.context.directory
         self.error = f"the save to {directory} was given up on rank {rank}: {self._why_abandoned}. {said}"
@@ -367,7 +376,7 @@ class Publication:
         Raises:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
         """
-        self.records, self._extras = Records(b"".join(part.record for part in parts)), extras
+        self.records, self.extras = Records(b"".join(part.record for part in parts)), extras
         epoch = self.layouts.begin_use()
         try:
             if self.layouts.should_forget():
@@ -379,16 +388,11 @@ class Publication:
         if self.save.failure is None:
             self._end(Outcome.PUBLISHED)
             return
-        self._keep_file = self._manifest_in_place
+        self.keeps_files = self._manifest_in_place
         rank = self.collectives.rank
         failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
         self._fail(b"".join(failures))
         raise SaveFailedError(self.error) from self.save.cause
-
-    @property
-    def keeps_files(self) -> bool:
-        """Returns whether a failed save keeps its files, because its manifest may be in place."""
-        return self._keep_file
 
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
@@ -417,7 +421,8 @@ class Publication:
         try:
             publisher = self.publisher_for(self._new_small_files())
             publisher.publish()
-            self.published_callback(self.save.context.save_id, False)
+            if self.far_published is not None:
+                self.far_published(self.save.context.save_id, False)
             self.published_at = time.perf_counter()
         except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = publisher is not None and publisher.is_in_place
@@ -426,13 +431,12 @@ class Publication:
         self._published.set()  # last: no later save publishes while this one still removes files
 
     def _new_small_files(self) -> SmallFiles:
-        return small_files(self.save, self.records, self.layouts, self._extras, self._written_as)
+        return small_files(self.save, self.records, self.layouts, self.extras, self._written_as)
 
     def publisher_for(self, files: SmallFiles) -> DirectoryPublisher:
         """Returns what publishes this save in the directory of its checkpoint."""
-        context = self.save.context
-        superseded = self._extras.superseded
-        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, superseded)
+        context, extras = self.save.context, self.extras
+        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, extras.superseded)
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""
