@@ -66,7 +66,7 @@ def finish(publication: Publication, begin: float, held: float) -> Sample:
     expect_published(publication)
     publication.join()
     save = publication.save
-    durable = save._started_at + save.times()["durable"] - begin  # the engine's own clock, from its start
+    durable = save.started_at + save.times()["durable"] - begin  # the engine's own clock, from its start
     directory = publication.save.context.directory
     size = sum(path.stat().st_size for path in directory.glob("data-*"))
     shutil.rmtree(directory)

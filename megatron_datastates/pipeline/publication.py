@@ -48,7 +48,7 @@ from megatron_datastates.pipeline.publishing.directory_publisher import Director
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.publishing.polls import Polls
+from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
@@ -77,7 +77,13 @@ class Outcome(enum.Enum):
 
 
 class Publication:
-    """One save of all ranks. Call `poll` until it is no longer pending, or `wait`."""
+    """One save of all ranks. Call `poll` until it is no longer pending, or `wait`.
+
+    Args:
+        far_published: called by rank 0's thread, with False, as the last act of publishing in the directory.
+        ended: called once the outcome is known, unless this rank gives up what a manifest may name already.
+        released: called whenever the trainer resumes after a call for this save.
+    """
 
     def __init__(
         self,
@@ -86,8 +92,12 @@ class Publication:
         layouts: LayoutStore,
         faults: Faults,
         extras: PublicationExtras | None = None,
+        *,
+        far_published: Callable[[SaveId, bool], None] | None = None,
+        ended: Callable[[Publication], None] | None = None,
+        released: Callable[[Publication], None] | None = None,
     ) -> None:
-        self.save = save
+        self.save, self.postponement = save, save.postponement
         self.outcome = Outcome.PENDING
         self.error: str | None = None  # of the whole save, the same text on every rank
         self.records = Records()
@@ -96,20 +106,22 @@ class Publication:
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
-        self.ended_callback: Callable[[], None] = lambda: None
-        # Called by rank 0's thread as the last act of publishing in the checkpoint's directory.
-        self.published_callback: Callable[[SaveId, bool], None] = lambda save_id, is_retried: None
+        self.far_published, self._ended = far_published, ended
+        if released is not None:
+            save.released_callback = functools.partial(released, self)
         self.collectives = polls.collectives
         self.layouts = layouts
-        self._polls = polls
-        self._faults = faults
-        self._extras = extras or PublicationExtras()
-        # What the next poll reads instead of flags, or beside them.
-        self._errors_asked: PendingResult[bytes] | None = None
-        self._records_asked: PendingResult[bytes] | None = None
-        self._indexes = IndexExchange(save, layouts)
-        self._keep_file = False  # even if the save fails
+        self._polls, self._faults = polls, faults
+        self.extras = extras or PublicationExtras()
+        # The step of the protocol, between polls the same on every rank.
+        self._errors_asked: PendingResult[bytes] | None = None  # step 2: the next poll reads these, no flags
+        self._records_asked: PendingResult[bytes] | None = None  # step 3: it reads these beside flags
+        self._publishing = False  # records were sent: from now on a manifest may name this rank's file
+        self.keeps_files = False  # step 2: although the save fails, as its manifest may be in place
+        # What this rank alone has done.
         self._abandoned, self._why_abandoned = False, ""
+        self._manifest_in_place = False  # it is, or may yet be
+        self._indexes = IndexExchange(save, layouts)
         self.is_awaited = False  # the trainer does nothing but wait for this save
         # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
         # makes copies of others': set before the save starts.
@@ -118,8 +130,6 @@ class Publication:
         self.near: NearShare | None = None  # once records are known, if there are files in near tiers
         self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
         self._epoch: int | None = None  # of the layouts, once it relies on them
-        self._publishing = False  # records were sent: from now on a manifest may name this rank's file
-        self._manifest_in_place = False  # by this rank: it is, or may yet be
         self._published = threading.Event()  # as far as this rank's threads have a part in it
         self._publisher: BackgroundThread | None = None
         self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
@@ -161,14 +171,6 @@ class Publication:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
 
-    def begin_poll(self) -> None:
-        """Charges what the trainer has waited for until this poll."""
-        self.save.note_poll()
-
-    def end_poll(self) -> None:
-        """Starts what waits for a poll."""
-        self.save.on_poll(is_awaited=self.is_awaited)
-
     @property
     def is_over(self) -> bool:
         """Returns whether the outcome is known; the same on every rank."""
@@ -179,50 +181,40 @@ class Publication:
         """Returns whether the next poll reads flags, and not errors."""
         return self._errors_asked is None
 
-    def flags(self) -> list[int]:
+    def flags(self) -> Flags:
         """Returns what this rank adds to the sum."""
-        save = self.save
+        save, near = self.save, self.near
         is_done = self._published.is_set() if self._publishing else save.is_durable
-        offered = 0 if self.near is None else self.near.offered_bytes
         failed, in_place = save.failure is not None, self._manifest_in_place
-        lacks_copies = self.near is not None and self.near.lacks_copies
-        return [int(not is_done), int(failed), int(in_place), offered, int(lacks_copies)]
+        offered_bytes = 0 if near is None else near.offered_bytes
+        without_copies = near is not None and near.lacks_copies
+        return Flags(int(not is_done), int(failed), int(in_place), offered_bytes, int(without_copies))
 
-    def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
+    def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
-        self.save.look()
+        self.save.update()
         self._indexes.look()
         self._look_for_offer()
         if self._errors_asked is not None:
             self._fail(self._errors_asked.result())
         elif sums is not None:
-            self._act(*sums, is_first=is_first, may_publish=may_publish)
+            self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
 
-    def _act(
-        self,
-        unfinished: int,
-        failed: int,
-        in_place: int,
-        offered: int,
-        without_copies: int,
-        *,
-        is_first: bool,
-        may_publish: bool,
-    ) -> None:
-        if failed:
-            self._keep_file = in_place > 0
+    def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
+        if sums.failed:
+            self.keeps_files = sums.in_place > 0
             self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
         elif self._records_asked is not None:
             records, self._records_asked = self._records_asked.result(), None
             self._exchange(Records(records))
-        elif offered and self.near is not None and not self.near.is_asked:
-            self.near.ask(self.collectives, offered)
-        elif unfinished:
+        elif sums.offered_bytes and self.near is not None and not self.near.is_asked:
+            self.near.ask(self.collectives, sums.offered_bytes)
+        elif sums.unfinished:
             return
         elif self._publishing:
             if is_first:
-                self.ranks_without_copies = without_copies
+                self.ranks_without_copies = sums.without_copies
                 self._end(Outcome.PUBLISHED)
         elif may_publish:
             self._publishing = True
@@ -235,9 +227,9 @@ class Publication:
             self.published_at = self.published_at or time.perf_counter()
         if self._epoch is not None:
             self.layouts.end_use(self._epoch, self._indexes.digests() if outcome is Outcome.PUBLISHED else ())
-        # It refers to this publication: without the garbage collector (--manual-gc) none would ever be freed.
-        ended, self.ended_callback = self.ended_callback, lambda: None
-        ended()
+        ended, self._ended = self._ended, None  # a publication that is kept keeps no saver
+        if ended is not None:
+            ended(self)
 
     def _fail(self, failures: bytes) -> None:
         failed = decode_failures(failures)
@@ -246,9 +238,9 @@ class Publication:
         context = self.save.context
         self.error = (
             f"saving to {context.directory} failed on {len(failed)} of {self.collectives.size} ranks: "
-            f"{causes}{more}. {_KEPT if self._keep_file else _NOTHING}"
+            f"{causes}{more}. {_KEPT if self.keeps_files else _NOTHING}"
         )
-        if not self._keep_file:
+        if not self.keeps_files:
             self.save.cancel_and_remove("another rank failed")
         self._end(Outcome.FAILED)
 
@@ -274,7 +266,7 @@ class Publication:
             self._publishing = self._manifest_in_place
         self.abandon(self._why_abandoned or "torch.distributed was initialized anew, or ended, meanwhile")
         if self._publishing:
-            self.ended_callback = lambda: None  # would remove files that a manifest may name
+            self._ended = None  # would remove files that a manifest may name
         said = _UNKNOWN if self._publishing else _NOTHING
         rank, directory = self.collectives.rank, self.save.context.directory
         self.error = f"the save to {directory} was given up on rank {rank}: {self._why_abandoned}. {said}"
@@ -385,7 +377,7 @@ class Publication:
         Raises:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
         """
-        self.records, self._extras = Records(b"".join(part.record for part in parts)), extras
+        self.records, self.extras = Records(b"".join(part.record for part in parts)), extras
         epoch = self.layouts.begin_use()
         try:
             if self.layouts.should_forget():
@@ -397,16 +389,11 @@ class Publication:
         if self.save.failure is None:
             self._end(Outcome.PUBLISHED)
             return
-        self._keep_file = self._manifest_in_place
+        self.keeps_files = self._manifest_in_place
         rank = self.collectives.rank
         failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
         self._fail(b"".join(failures))
         raise SaveFailedError(self.error) from self.save.cause
-
-    @property
-    def keeps_files(self) -> bool:
-        """Returns whether a failed save keeps its files, because its manifest may be in place."""
-        return self._keep_file
 
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
@@ -435,7 +422,8 @@ class Publication:
         try:
             publisher = self.publisher_for(self._new_small_files())
             publisher.publish()
-            self.published_callback(self.save.context.save_id, False)
+            if self.far_published is not None:
+                self.far_published(self.save.context.save_id, False)
             self.published_at = time.perf_counter()
         except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = publisher is not None and publisher.is_in_place
@@ -444,13 +432,12 @@ class Publication:
         self._published.set()  # last: no later save publishes while this one still removes files
 
     def _new_small_files(self) -> SmallFiles:
-        return small_files(self.save, self.records, self.layouts, self._extras, self._written_as)
+        return small_files(self.save, self.records, self.layouts, self.extras, self._written_as)
 
     def publisher_for(self, files: SmallFiles) -> DirectoryPublisher:
         """Returns what publishes this save in the directory of its checkpoint."""
-        context = self.save.context
-        superseded = self._extras.superseded
-        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, superseded)
+        context, extras = self.save.context, self.extras
+        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, extras.superseded)
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""

@@ -7,6 +7,7 @@ serves any number of strategy objects and directories (savers.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 import secrets
@@ -30,7 +31,6 @@ from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Polls, Turn
 from megatron_datastates.pipeline.report import Reporter, save_report
-from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saving.links import Link, Links
 from megatron_datastates.pipeline.saving.milestones import SaveContext, State
 from megatron_datastates.pipeline.saving.plans import Memory, Plans, StatePlan, tail_items
@@ -147,55 +147,49 @@ class Saver:
             KeyboardInterrupt, SystemExit: which end the save.
             DataStatesError: another save is being started or polled, further up the stack.
         """
-        turn = self.session.turn
+        session, turn, options = self.session, self.session.turn, self.options
         with turn.lock:
             turn.require_free()
             turn.owner = threading.get_ident()
             try:
-                return self._start_save(
-                    directory, providers, iteration, mode, extras, await_copies, far_published
+                session.enter_world()
+                self._abandon_old_world()
+                save_id, ranks = session.next_id(), session.collectives
+                context = SaveContext(
+                    save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
                 )
+                save = RankSave(
+                    context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
+                )
+                publication = Publication(
+                    save,
+                    session.polls,
+                    session.layouts,
+                    self._faults,
+                    extras,
+                    far_published=far_published,
+                    ended=self._on_end,
+                    released=functools.partial(self._report_once, mode=mode),
+                )
+                session.polls.add(publication)
+                self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
+                return publication
             finally:
                 turn.owner = None
 
-    def _start_save(
-        self,
-        directory: Path,
-        providers: Providers,
-        iteration: int | None,
-        mode: str,
-        extras: PublicationExtras | None,
-        await_copies: bool,
-        far_published: Callable[[SaveId, bool], None] | None,
-    ) -> Publication:
-        session, options = self.session, self.options
-        session.enter_world()
-        self._abandon_old_world()
-        ranks = session.collectives
-        context = SaveContext(
-            session.next_id(), path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
-        )
-        save = RankSave(
-            context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
-        )
-        publication = Publication(save, session.polls, session.layouts, self._faults, extras)
-        session.polls.add(publication)
-        if far_published is not None:
-            publication.published_callback = far_published
-        origin = extras.origin if extras is not None else None
-        publication.ended_callback = lambda: self._on_end(publication, far_published, origin)
-        save.released_callback = lambda: self._report_once(publication, mode)
+    def _start_save(self, publication: Publication, providers: Providers, *, await_copies: bool) -> None:
+        save = publication.save
         try:
             save.saves_before = len(self._under_way())
-            _check_iteration(context.iteration)
+            _check_iteration(save.context.iteration)
             plan, memory, state = self._plan(providers)
-            if far_published is not None:
-                self._choose_tier(publication, plan, origin)
-            _refuse_without_near(publication.save.context)
-            if is_object(publication.save.context.directory):
+            if self.near is not None and publication.far_published is not None:
+                self._choose_tier(self.near, publication, plan)
+            _refuse_without_near(save.context)
+            if is_object(save.context.directory):
                 self.before_object_store()
             save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context))
-            if await_copies or not options.lazy:
+            if await_copies:
                 save.await_copies()
         except (KeyboardInterrupt, SystemExit) as error:
             save.fail(error)  # polls of later saves end this one
@@ -205,27 +199,19 @@ class Saver:
             save.fail(error)
         finally:
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
-        return publication
 
-    def _choose_tier(self, publication: Publication, plan: StatePlan, origin: Origin | None) -> None:
-        if self.near is not None:
-            # Before the first save has shown it: encoded tensors become less than they are.
-            encoded = (item.fragment.bytes for item in plan.tail if item.fragment is not None)
-            tail = plan.tail_bytes or sum(encoded)
-            wanted = sum(layout.tensor_end for layout in plan.layouts()) + tail
-            near = self.near.choose(publication, wanted, origin)
-            publication.save.context = dataclasses.replace(publication.save.context, near=near)
+    def _choose_tier(self, tier: NearTier, publication: Publication, plan: StatePlan) -> None:
+        # Before the first save has shown it: encoded tensors become less than they are.
+        tail = plan.tail_bytes or sum(item.fragment.bytes for item in plan.tail if item.fragment is not None)
+        wanted = sum(layout.tensor_end for layout in plan.layouts()) + tail
+        near = tier.choose(publication, wanted)
+        publication.save.context = dataclasses.replace(publication.save.context, near=near)
 
-    def _on_end(
-        self,
-        publication: Publication,
-        far_published: Callable[[SaveId, bool], None] | None,
-        origin: Origin | None,
-    ) -> None:
+    def _on_end(self, publication: Publication) -> None:
         if publication.outcome is Outcome.PUBLISHED:
             self._keep_link(publication)
-        if self.near is not None and far_published is not None:
-            self.near.on_end(publication, far_published, origin)
+        if self.near is not None and publication.far_published is not None:
+            self.near.on_end(publication)
 
     def unfinished_save(self) -> Path | None:
         """Returns the directory of the oldest save that is not finished; the same on all ranks."""
@@ -267,8 +253,7 @@ class Saver:
         Not beside another save to the same directory: whichever of them is published last removes what only
         the other one names.
         """
-        others = (p for p in self._unfinished if p.is_under_way)
-        if plan.stable is None or any(p.save.context.directory == context.directory for p in others):
+        if plan.stable is None or context.directory in [p.save.context.directory for p in self._under_way()]:
             return None
         file = self.session.links.find(context.folder, plan.stable.layout.digest)
         return Link(file, context.folder, self._faults) if file is not None else None

@@ -20,7 +20,6 @@ from megatron_datastates.engine.memory import is_first_of_node, local_ranks
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
-from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import (
     SPARE_BYTES,
@@ -66,20 +65,17 @@ class NearTier:
         self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
 
-    def choose(
-        self, publication: Publication, wanted_bytes: int, origin: Origin | None = None
-    ) -> Path | None:
+    def choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
         """Returns where a save's file is written first; None if the near tier has no room, or is not there.
 
         Args:
             wanted_bytes: of this rank's data files.
-            origin: what the job resumed from, if that is known.
 
         Raises:
             DataStatesError: likewise, for a checkpoint in an object store, which is reached from here alone.
         """
         directory = publication.save.context.directory
-        self._enter_run(publication.save.context, origin)
+        self._enter_run(publication.save.context, publication.extras.origin)
         try:
             if "$" in os.fspath(self.root):  # else it would be made in the working directory
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
@@ -184,19 +180,8 @@ class NearTier:
             )
         self._is_warned = True
 
-    def on_end(
-        self,
-        publication: Publication,
-        far_published: Callable[[SaveId, bool], None],
-        origin: Origin | None = None,
-    ) -> None:
-        """Takes note of a save that is over.
-
-        Args:
-            origin: what the job resumed from, if that is known.
-            far_published: called on rank 0, on some thread, once the save is published in its directory, with
-                whether it is called again if it raises an error.
-        """
+    def on_end(self, publication: Publication) -> None:
+        """Takes note of a save that is over."""
         context, near = publication.save.context, publication.near
         if self.replicas is not None:
             self.replicas.withdraw(context.save_id)
@@ -207,7 +192,7 @@ class NearTier:
             if context.near is not None and near is not None and near.stores:
                 self.drain.note_failed(context.near, context.save_id, near.storing.withdraw)
             return
-        self._note_job(context, origin, is_first, near is not None and near.stores)
+        self._note_job(context, publication.extras.origin, is_first, near is not None and near.stores)
         if near is None:
             self.drain.note_far()
             return
@@ -219,6 +204,7 @@ class NearTier:
         if near.small_files is None or not (near.stores or is_first):
             self.drain.note_published()
             return
+        assert publication.far_published is not None  # or the save would not be near
         every = self._options.drain_every
         self.drain.add(
             NearSave(
@@ -233,7 +219,7 @@ class NearTier:
                 publishing=publication.layouts.publishing,
                 is_drained=near.needs_drain or self._published % every == 0,
                 has_copies=self.replicas is not None and not publication.ranks_without_copies,
-                published=far_published,
+                published=publication.far_published,
             )
         )
 

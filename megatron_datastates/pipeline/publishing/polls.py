@@ -8,13 +8,22 @@ iteration publishes as many checkpoints as it begins. They are published in the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
+from megatron_datastates.pipeline.saving.postponement import Postponement
 
-FLAGS = 5  # numbers that each save adds to the sum
+
+class Flags(NamedTuple):
+    """What a rank adds to the sum for one save, each 0 or 1 but for the bytes; also that sum."""
+
+    unfinished: int  # not durable; once records were sent, not published
+    failed: int
+    in_place: int  # the manifest is in its place, or may be
+    offered_bytes: int  # that rank 0 wants to send to all (near/share.py)
+    without_copies: int  # the rank has left out copies that it was to make
 
 
 class Turn:
@@ -23,15 +32,8 @@ class Turn:
     Other threads wait. The exception is a poll where there is only one rank: it returns without a step, which
     harms nothing, because no other rank has to poll equally often.
 
-    Not a context manager, because a signal may arrive between any two calls. Its users write out:
-
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                ...
-            finally:
-                turn.owner = None
+    Not a context manager, because a signal may arrive between any two calls: its users write out what
+    `Polls.poll` does.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,9 @@ class Turn:
 class Polled(Protocol):
     """A save that polls advance."""
 
+    postponement: Postponement  # of what waits for a poll
+    is_awaited: bool  # the trainer does nothing but wait for this save
+
     @property
     def is_over(self) -> bool:
         """Returns whether its outcome is known; the same on every rank."""
@@ -61,23 +66,15 @@ class Polled(Protocol):
         """Returns whether the next poll reads its flags; the same on every rank."""
         ...
 
-    def begin_poll(self) -> None:
-        """Takes note that the trainer polls."""
-        ...
-
-    def end_poll(self) -> None:
-        """Starts what was postponed until the trainer polls: the last act of a poll, as it takes cores."""
-        ...
-
-    def flags(self) -> list[int]:
-        """Returns this rank's FLAGS numbers."""
+    def flags(self) -> Flags:
+        """Returns what this rank adds to the sum."""
         ...
 
     def interrupt(self, error: BaseException) -> None:
         """Gives the save up on this rank: a poll of it was interrupted, so what it has done is not known."""
         ...
 
-    def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
+    def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol.
 
         Args:
@@ -146,9 +143,9 @@ class Polls:
         if not any(save is asked for save in self._saves):
             self._saves.append(asked)
         for save in self._saves:
-            save.begin_poll()
-        sums = self._asked.result() if self._asked is not None else []
-        found = {id(save): sums[at * FLAGS : (at + 1) * FLAGS] for at, save in enumerate(self._asked_for)}
+            save.postponement.charge()
+        sums = iter(self._asked.result() if self._asked is not None else [])
+        found = {id(save): Flags._make(islice(sums, len(Flags._fields))) for save in self._asked_for}
         is_first = may_publish = True
         for save in self._saves:
             may_publish &= save.step(found.get(id(save)), is_first=is_first, may_publish=may_publish)
@@ -158,6 +155,6 @@ class Polls:
         self._asked_for = [save for save in self._saves if save.sums_flags]
         flags = [flag for save in self._asked_for for flag in save.flags()]
         self._asked = self.collectives.start_sum(flags) if flags else None
-        for save in self._saves:
-            save.end_poll()
+        for save in self._saves:  # last, as it takes cores
+            save.postponement.end_at_poll(is_awaited=save.is_awaited)
         return over

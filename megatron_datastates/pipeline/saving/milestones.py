@@ -1,4 +1,4 @@
-"""What one save is, and the milestones that it passes on each rank."""
+"""What one save is, the milestones that it passes on each rank, and the error that ends it there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from pathlib import Path
 
+from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.values import SaveId
 
 
@@ -41,3 +42,29 @@ class SaveContext:
     def folder(self) -> Path:
         """Returns the directory that this rank's file is written into."""
         return self.near or self.directory
+
+
+class FirstError:
+    """The first error of a rank's save, on whichever thread it comes. Thread-safe, without a lock."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, BaseException]] = {}  # at most one; each use of it is atomic
+
+    @property
+    def text(self) -> str | None:
+        return self._found["first"][0] if self._found else None
+
+    @property
+    def cause(self) -> BaseException | None:
+        return self._found["first"][1] if self._found else None
+
+    def record(self, error: BaseException) -> bool:
+        """Keeps an error, unless another one came first; returns whether it is kept."""
+        name = type(error).__name__
+        try:
+            ours = isinstance(error, DataStatesError)
+            text = printable(str(error) if ours else f"{name}: {error}", keep="\n")
+        except Exception:  # a class of somebody's own
+            text = name
+        found = (text, error)
+        return self._found.setdefault("first", found) is found

@@ -19,19 +19,16 @@ from collections.abc import Callable, Sequence
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
-from megatron_datastates.errors import DataStatesError, forget_frames, printable
+from megatron_datastates.errors import DataStatesError, forget_frames
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.saving.background import (
-    AFTER_POLL_SECONDS,
-    COPIES_AFTER_POLL_SECONDS,
-    BackgroundThread,
-)
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.saving.links import Link
-from megatron_datastates.pipeline.saving.milestones import SaveContext, State
+from megatron_datastates.pipeline.saving.milestones import FirstError, SaveContext, State
 from megatron_datastates.pipeline.saving.plans import FilePlan, Memory, StatePlan
+from megatron_datastates.pipeline.saving.postponement import Postponement
 from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile
 from megatron_datastates.pipeline.saving.stable import StableFile
 from megatron_datastates.pipeline.saving.tail import Tail
@@ -43,7 +40,6 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _AWAITED_SECONDS = 0.01
 _DROPPING_SECONDS, _LOOK_SECONDS = 1.0, 0.005
-_HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
 class RankSave:
@@ -51,9 +47,7 @@ class RankSave:
 
     Args:
         fence_deadline: seconds after which a fence returns although copies are not done, and the save fails.
-        lazy_delay: seconds after which lazy copies begin by themselves. They begin at the first
-            poll or fence, if that comes earlier. They do not begin at once: a trainer that synchronizes the
-            device after the call that saves (Megatron's timers do) would wait for them.
+        lazy_delay: seconds after which lazy copies begin by themselves (postponement.py).
         trust_objects: whether to store objects that a load would refuse.
         awaited: the thread that starts the save, whichever it is, waits until it is durable, and nothing that
             it reads changes meanwhile. So no fence knows of it, and the trainer is not charged.
@@ -72,14 +66,6 @@ class RankSave:
         self._awaited = awaited
         self._trust_objects = trust_objects
         self.fence_deadline = fence_deadline
-        self._lazy_delay = lazy_delay
-        self._released_at: float | None = (
-            None  # set from the return of the call that saves until the next poll or fence
-        )
-        self._copied = False  # no source is read any more
-        self._resumed = threading.Event()  # set by the first poll or fence: work may begin beside the trainer
-        self._pause = 0.0  # seconds that pass before the finishing thread does
-        self._begins_by = 0.0  # by time.monotonic: when it begins without one
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
@@ -88,19 +74,19 @@ class RankSave:
         self.stable: StableFile | None = None  # of tensors that are not expected to change
         self._save: FileSave | None = None
         self._files: list[FileSave | StableFile] = []  # these two, if they exist
+        self._copied = False  # no source is read any more
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._written = threading.Event()
         self._removal_wanted = threading.Event()
-        self._failure: dict[
-            str, tuple[str, BaseException]
-        ] = {}  # the first one; any thread's, one atomic operation at a time
+        self._error = FirstError()
         self._finisher: BackgroundThread | None = None  # joined by Saver.close
-        self._started_at = time.perf_counter()
+        self.started_at = time.perf_counter()  # when the save began: its times count from here
         self._serialized_seconds = 0.0
         self.tail = Tail(trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
-        self._in_interval = not awaited and charge_open_intervals(self)  # whose end releases the trainer
+        in_interval = not awaited and charge_open_intervals(self)  # whose end releases the trainer
+        self.postponement = Postponement(self._files, self.held, lazy_delay, in_interval)
 
     # -- start ------------------------------------------------------------------------------------------
 
@@ -146,8 +132,8 @@ class RankSave:
                 raise
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory, link: Link | None) -> None:
-        self._started_at = time.perf_counter()
-        self._begins_by = time.monotonic() + self._delay
+        self.started_at = time.perf_counter()
+        self.postponement.begin()
         self._save = self._begin_file(engine, plan.first, memory.of(plan.first.members), 0, plan.tail_bytes)
         self._files.append(self._save)
         if plan.stable is None:
@@ -176,15 +162,9 @@ class RankSave:
             memory.addresses,
             memory.owners,
             tail_bytes,
-            self._delay,
+            self.postponement.delay,
             output,
         )
-
-    @property
-    def _delay(self) -> float:
-        if self._resumed.is_set():
-            return 0.0
-        return _HELD_SECONDS if self._in_interval else self._lazy_delay
 
     def _settle(self) -> None:
         """Waits until stable tensors that may change at once are not needed any more."""
@@ -195,7 +175,7 @@ class RankSave:
             raise self.stable.failure
 
     def _cancel(self, reason: str) -> None:
-        self._resumed.set()
+        self.postponement.end()
         for file in self._files:
             file.cancel(reason)
 
@@ -213,29 +193,13 @@ class RankSave:
         else:
             self._confirmed.set()  # nothing that the save still reads can change
 
-    @property
-    def started_at(self) -> float:
-        """Returns when the save began, by time.perf_counter; its times count from here."""
-        return self._started_at
-
-    @property
-    def eager_bytes(self) -> int:
-        """Returns the bytes of tensors that were copied before the call that saves returned."""
-        return self.plan.eager_bytes if self.plan is not None else 0
-
-    @property
-    def lazy_bytes(self) -> int:
-        """Returns the bytes of tensors that are copied while the trainer runs."""
-        return self.plan.lazy_bytes if self.plan is not None else 0
-
     # -- the trainer's thread ---------------------------------------------------------------------------
 
     def fence(self, reason: str) -> None:
         """Waits until the sources may change; the save fails if that takes too long. Never raises."""
         if self._save is None or self._confirmed.is_set():
             return
-        self._released_at = None
-        self._resumed.set()
+        self.postponement.end_at_fence()
         begin = time.perf_counter()
         with trainer_held("fence", self):
             waits: list[Callable[[float], bool]] = [file.fence for file in self._files]
@@ -252,7 +216,7 @@ class RankSave:
         """Waits until the save reads no memory of the trainer, which may then be unmapped. Never raises."""
         if self._save is None:
             return
-        self._resumed.set()
+        self.postponement.end()
         begin = time.perf_counter()
         with trainer_held("fence", self):
             for file in self._files:
@@ -276,11 +240,11 @@ class RankSave:
         self.fail(DataStatesError(f"{reason}: its copies would mix values from before and after the change"))
 
     def advance(self) -> None:
-        """Starts postponed work, and notes how far the save is."""
-        self.on_poll(is_awaited=True)
-        self.look()
+        """Starts postponed work for a trainer that waits for it, and updates."""
+        self.postponement.end_at_poll(is_awaited=True)
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Confirms copies that are done, drops their sources, and records a failure of the engine."""
         if self._save is None:
             return
@@ -299,23 +263,6 @@ class RankSave:
         if failures:
             self.fail(failures[0])
         return bool(failures)
-
-    def on_poll(self, *, is_awaited: bool = False) -> None:
-        """Starts postponed work: at once if the trainer does nothing but wait for it, else a little later."""
-        self.note_poll()
-        if not self._resumed.is_set():
-            for file in self._files:
-                file.allow_lazy_copies(0.0 if is_awaited else COPIES_AFTER_POLL_SECONDS)
-            self._pause = 0.0 if is_awaited else AFTER_POLL_SECONDS
-            self._resumed.set()
-
-    def note_poll(self) -> None:
-        """Charges the time since the call that saves returned."""
-        # Megatron polls at the top of its next iteration. The save makes it wait for what comes before that:
-        # timers that synchronize the device, and a barrier.
-        if self._released_at is not None and "save_checkpoint" in self.held.parts:
-            self.held.add("until_poll", time.perf_counter() - self._released_at)
-        self._released_at = None
 
     @property
     def is_durable(self) -> bool:
@@ -358,12 +305,7 @@ class RankSave:
 
     def on_trainer_released(self) -> None:
         """Notes that the trainer resumes (held.Holder)."""
-        if self._in_interval:
-            self._in_interval = False
-            self._released_at = time.perf_counter()
-            self._begins_by = time.monotonic() + self._lazy_delay
-            for file in self._files:
-                file.allow_lazy_copies(self._lazy_delay)
+        self.postponement.release()
         self.released_callback()
 
     # -- any thread -------------------------------------------------------------------------------------
@@ -371,12 +313,12 @@ class RankSave:
     @property
     def failure(self) -> str | None:
         """Returns the text of this rank's first error, if any."""
-        return self._failure["first"][0] if self._failure else None
+        return self._error.text
 
     @property
     def cause(self) -> BaseException | None:
         """Returns this rank's first error, if any."""
-        return self._failure["first"][1] if self._failure else None
+        return self._error.cause
 
     @property
     def state(self) -> State:
@@ -388,15 +330,8 @@ class RankSave:
 
     def fail(self, error: BaseException) -> None:
         """Records an error, if it is this rank's first. The other ranks learn of it at the next poll."""
-        name = type(error).__name__
-        try:
-            ours = isinstance(error, DataStatesError)
-            text = printable(str(error) if ours else f"{name}: {error}", keep="\n")
-        except Exception:  # a class of somebody's own
-            text = name
-        first = (text, error)
-        if self._failure.setdefault("first", first) is first:
-            logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
+        if self._error.record(error):
+            logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, self.failure)
         with contextlib.suppress(Exception):
             forget_frames(error)
 
@@ -418,11 +353,11 @@ class RankSave:
 
     def _finish(self, save: FileSave, plan: StatePlan) -> None:
         try:
-            self._await_trainer()
+            self.postponement.wait()
             if self.stable is not None:
                 self.stable.make_link()
             self.tail.write_later(save.tail)
-            self._serialized_seconds = time.perf_counter() - self._started_at
+            self._serialized_seconds = time.perf_counter() - self.started_at
             data_end = save.tail.close()
             plan.tail_bytes = data_end - plan.layout.tensor_end
             self.file = self._seal(save, data_end, self.tail.entries())
@@ -430,23 +365,13 @@ class RankSave:
                 self.stable.complete(self._seal)
             self._durable.set()
         except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
-            self.fail(error)  # first: the look of a poll would take what cancelling leaves for the cause
+            self.fail(error)  # first: the update at a poll would take what cancelling leaves for the cause
             self._cancel(str(error))
             self.tail.close()  # before what may take long: the trainer may wait for it
             self._remove()
         self.tail.close()
         if self._removal_wanted.is_set():
             self._remove()
-
-    def _await_trainer(self) -> None:
-        """Waits, as lazy copies do, until the trainer has returned to its work.
-
-        What it does until its next poll counts as held, and needs the GIL, or a core for another thread.
-        """
-        while (left := self._begins_by - time.monotonic()) > 0.0:
-            if self._resumed.wait(min(left, _WAIT_SECONDS)):
-                time.sleep(self._pause)
-                return
 
     def _seal(
         self, save: FileSave, data_end: int, entries: Sequence[TailEntry] = (), group: int = 0
