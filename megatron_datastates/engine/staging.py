@@ -24,7 +24,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import DataStatesError, FailedCallError, some_of
+from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError, FailedCallError, some_of
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout
@@ -411,7 +411,7 @@ class FileSave:
         if size == 0:
             return native.error_of(error)
         keys = _tensors_at(self.layout, begin, begin + size)
-        text = f"{_one_of(keys)} changed too early: {error.strerror}"
+        text = f"{_one_of(keys)} {CHANGED_TOO_EARLY} {error.strerror}"
         return native.error_of(error, f"{text}. Code that changes it must call the fence first")
 
     def status(self) -> dict[str, Any]:
