@@ -32,6 +32,7 @@ from megatron_datastates.providers.optimizer_classes import OPTIMIZERS, optimize
 from megatron_datastates.providers.plain import BytesPlaceholder, TextPlaceholder, check_key, require
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, Placeholder, StorageKind
 
+TRUST_ALL = "all objects (--datastates-trust-objects on; of ds.save and ds.load: trust_objects=True)"
 _LONG_TEXT_BYTES = 64 << 10
 _PART_BYTES = 1 << 20
 # Calls of an object of n bytes may copy _FREE_BYTES + _MOST_COPIES * n bytes. Most that are saved copy n,
@@ -83,7 +84,7 @@ def _require_kind(target: Any, kinds: tuple[type[Any], ...], what: str) -> None:
         raise FilledError(
             f"it fills an instance of another class like a {what}, as pickles of subclasses of {what} do. "
             f"Such classes are not accepted, even if they are trusted: store {what}(...) of it instead, or "
-            "trust all objects with --datastates-trust-objects on"
+            f"trust {TRUST_ALL}"
         )
 
 
