@@ -412,7 +412,9 @@ class FileSave:
             return native.error_of(error)
         keys = _tensors_at(self.layout, begin, begin + size)
         text = f"{_one_of(keys)} {CHANGED_TOO_EARLY} {error.strerror}"
-        return native.error_of(error, f"{text}. Code that changes it must call the fence first")
+        return native.error_of(
+            error, f"{text}. Code that changes it must call `megatron_datastates.fence()` first"
+        )
 
     def status(self) -> dict[str, Any]:
         """Returns counters and times of the native job (cuda/engine/save_job.h, Status)."""

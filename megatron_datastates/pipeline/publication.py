@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
-_UNKNOWN = "Whether it is published yet, `datastates ls` says; its files were kept."
+_UNKNOWN = "`datastates ls` shows whether it was published; its files were kept."
 
 
 class Outcome(enum.Enum):

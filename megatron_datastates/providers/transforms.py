@@ -106,7 +106,7 @@ class EncodedTensor:
             if self.samples is not None and not self.samples.are_same(number):
                 raise DataStatesError(
                     f"tensor {self.key!r} {CHANGED_TOO_EARLY} before it was read to be cast or compressed. "
-                    "Call the fence first, before anything changes it"
+                    "Code that changes it must call `megatron_datastates.fence()` first"
                 )
 
     def _host_bytes(self, part: torch.Tensor) -> memoryview:

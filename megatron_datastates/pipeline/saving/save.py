@@ -430,7 +430,7 @@ class RankSave:
                 self.stable.complete(self._seal)
             self._durable.set()
         except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
-            self.fail(error)  # first: the look of a poll would take what cancelling leaves for the cause
+            self.fail(error)  # before cancelling, or the next poll reports the cancellation as the cause
             self._cancel(str(error))
             self.tail.close()  # before what may take long: the trainer may wait for it
             self._remove()
