@@ -41,7 +41,7 @@ _OF_OTHERS = (
 
 @functools.lru_cache(maxsize=64)
 def engine_options(options: Options) -> Options:
-    """Returns the options that an engine reads, all others by default: engines of equal ones are alike."""
+    """Returns the options with defaults for those that no engine reads: if equal, engines are alike."""
     defaults = Options()
     others: dict[str, Any] = {name: getattr(defaults, name) for name in _OF_OTHERS}
     return dataclasses.replace(options, **others)
@@ -214,7 +214,7 @@ def _is_on_current_device(devices: Sequence[int]) -> bool:
 
 
 def _order_reuse(storages: Sequence[object]) -> None:
-    """Lets torch's allocator use device memory again only after what the current stream has been given."""
+    """Lets torch's allocator use device memory again only after the work now in the current stream."""
     of_torch = [one for one in storages if isinstance(one, torch.UntypedStorage) and one.is_cuda]
     if of_torch:
         stream = torch.cuda.current_stream()
@@ -332,7 +332,7 @@ class FileSave:
         return True
 
     def close_input(self) -> None:
-        """Says that there is no tail: what was begun is all."""
+        """Says that there is no tail: nothing more will be written."""
         self._job.close_input()
 
     def wait_hashed(self, seconds: float) -> bool:

@@ -336,7 +336,7 @@ class Publication:
     def _can_publish_here(self, before: BackgroundThread | None) -> bool:
         """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
 
-        Not longer: what an earlier save's thread waits for may be noticed by polls alone.
+        Not longer: an earlier save's thread may wait for something that only polls notice.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._indexes.is_awaited:

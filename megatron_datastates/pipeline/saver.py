@@ -209,7 +209,7 @@ class Saver:
 
     def _choose_tier(self, publication: Publication, plan: StatePlan, origin: Origin | None) -> None:
         if self.near is not None:
-            # Before the first save has shown it: encoded tensors become less than they are.
+            # Until a first save has shown its size, an upper bound: encoding only makes tensors smaller.
             encoded = (item.fragment.bytes for item in plan.tail if item.fragment is not None)
             tail = plan.tail_bytes or sum(encoded)
             wanted = sum(layout.tensor_end for layout in plan.layouts()) + tail

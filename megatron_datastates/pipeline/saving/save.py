@@ -269,7 +269,7 @@ class RankSave:
         return self.tail.reads(storage) or any(file.reads(storage) for file in self._files)
 
     def mark_torn(self, reason: str) -> None:
-        """Fails the save, even if its copies are done by now: they may have just ended."""
+        """Fails the save, even if its copies are done by now: they may have ended after the change."""
         if self._save is None or self._confirmed.is_set():
             return
         self._cancel(reason)
@@ -342,7 +342,8 @@ class RankSave:
     def drop_sources(self) -> None:
         """Lets go of the trainer's memory if a cancelled save reads nothing of it within a second.
 
-        For a restart within the process, which makes the model again. Else whoever frees memory still waits.
+        For a restart within the process, which makes the model again. Otherwise, whoever frees that memory
+        still waits.
         """
         deadline = time.monotonic() + _DROPPING_SECONDS
         while not all(file.sources_copied() for file in self._files):
