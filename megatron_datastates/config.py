@@ -210,9 +210,9 @@ class Options:
         240.0,
         _seconds,
         "SECONDS",
-        "how long the start of a save, or an optimizer step, waits for copies at most; after that the save "
-        "fails and training goes on. Both together must be less than --distributed-timeout-minutes, after "
-        "which NCCL ends the other ranks (default 240)",
+        "longest wait for copies, at the start of a save and again at the optimizer step; after that the "
+        "save fails and training goes on. Both together must be less than --distributed-timeout-minutes, "
+        "after which NCCL ends the other ranks (default 240)",
     )
     link: bool = _option(
         True,

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn, Self
 
+CHANGED_TOO_EARLY = "changed too early:"  # in the error of a tensor that was changed before it was copied
+
 
 def printable(text: str, keep: str = "") -> str:
     """Makes text safe for a terminal: control characters, such as a hostile key may contain, become escapes.

@@ -39,7 +39,7 @@ PICTURES = {  # in the order in which they are run
     "trend": f"trend runs/gpt {LAYERS} --plot trend.png",
     "convert": "convert runs/gpt/iter_0000040 runs/converted --to torch_dist",
     "export": "export runs/gpt llama --hf --vocab-size 127",
-    "import": "import llama runs/tuned --hf",
+    "import": "import llama runs/tuned",
     "prune": "prune runs/gpt --keep-last 2 --yes",
     "plan": "plan --params 70B --tp 8 --pp 4 --dp 8 --rate 10GB/s",
     "report": "report report.jsonl",

@@ -97,7 +97,6 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
     type=READABLE,
     help="Directory of the run to start, or msc://PROFILE/PATH, as given to --load.",
 )
-@click.option("--hf", is_flag=True, expose_value=False, help="FOLDER is Hugging Face's (the default).")
 @click.option("--to", metavar="FORMAT", default=BACKEND, help="datastates or torch_dist.")
 @click.option(
     "--transformer-impl",
@@ -119,7 +118,7 @@ def import_hugging_face(
     Exit codes: 0 imported; 2 it cannot be imported; 130 interrupted.
 
     \b
-    Example: datastates import llama-hf runs/tuned --hf
+    Example: datastates import llama-hf runs/tuned
     """
     from megatron_datastates.convert.hf.arguments import command_line
     from megatron_datastates.convert.hf.run import import_model

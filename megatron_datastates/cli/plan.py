@@ -239,8 +239,8 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
         ("written in", _seconds(made.write_seconds)),
         (
             "trainer held",
-            f"about {made.held_ms:.1f} ms for {counted(made.largest_rank_tensors, 'tensor')} on a rank; "
-            "Megatron's own part comes on top",
+            f"about {made.held_ms:.0f} ms by an asynchronous save of "
+            f"{counted(made.largest_rank_tensors, 'tensor')} on a rank; by the first one longer",
         ),
         (
             "staging memory",

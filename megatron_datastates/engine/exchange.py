@@ -42,7 +42,7 @@ def facts_of(tensors: list[torch.Tensor]) -> Facts | None:
 
 
 def located(tensors: list[torch.Tensor], types: list[type], facts: Facts, known: Words) -> Described | None:
-    """Describes tensors that are of these types, and what `facts` say; returns None if one may not be.
+    """Describes tensors that have these types and match `facts`; returns None if one may not.
 
     Faster than `describe`. Of tensors at their `known` addresses, it does not ask whether they are negated.
     """

@@ -62,7 +62,7 @@ class Fence:
     def wait(self, reason: str) -> None:
         """Fences every registered save, oldest first; one added meanwhile is left to the next call.
 
-        An interrupted wait is none: the program may go on after a KeyboardInterrupt, and step once more.
+        An interrupted wait does not count: the program may catch a KeyboardInterrupt, and step again.
         """
         for save in self._taken():
             try:
@@ -104,7 +104,7 @@ class Fence:
             save.mark_torn(reason)
 
     def _taken(self) -> Iterator[Fenced]:
-        """Yields the saves that stand here now, as it takes each away."""
+        """Removes the saves that are registered now, one by one, and yields each."""
         for _ in range(len(self._standing)):
             try:
                 save = self._standing.pop(0)

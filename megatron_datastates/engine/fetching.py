@@ -24,7 +24,7 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.plan.reads import ReadSpans
 from megatron_datastates.plan.windows import Window, cut_windows
 
-_WINDOW_BYTES = 16 * MIB  # the longest request, but for a block: long beside the time to its first byte
+_WINDOW_BYTES = 16 * MIB  # the longest request, except for one block; takes far longer than its first byte
 _GAP_BYTES = 2 * MIB  # read through rather than asked for separately
 _THREADS = 8  # one connection moves some 100 MB/s
 _IN_FLIGHT = 12

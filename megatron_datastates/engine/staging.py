@@ -23,7 +23,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import DataStatesError, FailedCallError, some_of
+from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError, FailedCallError, some_of
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.tables import Words
 from megatron_datastates.plan.copies import CopyPlan
@@ -40,7 +40,7 @@ _OF_OTHERS = (
 
 @functools.lru_cache(maxsize=64)
 def engine_options(options: Options) -> Options:
-    """Returns the options that an engine reads, all others by default: engines of equal ones are alike."""
+    """Returns the options with defaults for those that no engine reads: if equal, engines are alike."""
     defaults = Options()
     others: dict[str, Any] = {name: getattr(defaults, name) for name in _OF_OTHERS}
     return dataclasses.replace(options, **others)
@@ -208,7 +208,7 @@ def _is_on_current_device(devices: Sequence[int]) -> bool:
 
 
 def _order_reuse(storages: Sequence[object]) -> None:
-    """Lets torch's allocator use device memory again only after what the current stream has been given."""
+    """Lets torch's allocator use device memory again only after the work now in the current stream."""
     of_torch = [one for one in storages if isinstance(one, torch.UntypedStorage) and one.is_cuda]
     if of_torch:
         stream = torch.cuda.current_stream()
@@ -326,7 +326,7 @@ class FileSave:
         return True
 
     def close_input(self) -> None:
-        """Says that there is no tail: what was begun is all."""
+        """Says that there is no tail: nothing more will be written."""
         self._job.close_input()
 
     def wait_hashed(self, seconds: float) -> bool:
@@ -405,8 +405,10 @@ class FileSave:
         if size == 0:
             return native.error_of(error)
         keys = _tensors_at(self.layout, begin, begin + size)
-        text = f"{_one_of(keys)} changed too early: {error.strerror}"
-        return native.error_of(error, f"{text}. Code that changes it must call the fence first")
+        text = f"{_one_of(keys)} {CHANGED_TOO_EARLY} {error.strerror}"
+        return native.error_of(
+            error, f"{text}. Code that changes it must call `megatron_datastates.fence()` first"
+        )
 
     def status(self) -> dict[str, Any]:
         """Returns counters and times of the native job (cuda/engine/save_job.h, Status)."""

@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
-_UNKNOWN = "Whether it is published yet, `datastates ls` says; its files were kept."
+_UNKNOWN = "`datastates ls` shows whether it was published; its files were kept."
 
 
 class Outcome(enum.Enum):
@@ -329,7 +329,7 @@ class Publication:
     def _can_publish_here(self, before: BackgroundThread | None) -> bool:
         """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
 
-        Not longer: what an earlier save's thread waits for may be noticed by polls alone.
+        Not longer: an earlier save's thread may wait for something that only polls notice.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._indexes.is_awaited:

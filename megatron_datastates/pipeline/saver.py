@@ -201,7 +201,7 @@ class Saver:
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
 
     def _choose_tier(self, tier: NearTier, publication: Publication, plan: StatePlan) -> None:
-        # Before the first save has shown it: encoded tensors become less than they are.
+        # Until a first save has shown its size, an upper bound: encoding only makes tensors smaller.
         tail = plan.tail_bytes or sum(item.fragment.bytes for item in plan.tail if item.fragment is not None)
         wanted = sum(layout.tensor_end for layout in plan.layouts()) + tail
         near = tier.choose(publication, wanted)

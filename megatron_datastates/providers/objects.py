@@ -33,17 +33,14 @@ from megatron_datastates.providers.members import PICKLE, Member, find_members
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
-from megatron_datastates.providers.unpickling import FilledError, Unpickler
+from megatron_datastates.providers.unpickling import TRUST_ALL, FilledError, Unpickler
 
 logger = logging.getLogger(__name__)
 _BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
 _NOT_SAVED = "was not saved, as no load would accept it"
 REMEDIES = (
-    "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
-    "plain data instead, or a plain dict or list of what is in it; or trust the class, unless it is a "
-    "subclass of these, with torch.serialization.add_safe_globals([...]) in the programs that save and load; "
-    "or trust all objects with --datastates-trust-objects on (MEGATRON_DATASTATES_TRUST_OBJECTS=on), which "
-    "lets whoever wrote a checkpoint run any code in the program that loads it"
+    "Store plain data such as a state_dict(), or trust the class (torch.serialization.add_safe_globals) or "
+    f"{TRUST_ALL}: docs/options.md#trust-objects"
 )
 
 
@@ -185,7 +182,7 @@ def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
         return _unpickle_importing(data)
     except UnsafeObjectError as error:
         if not trust:
-            raise _refusal(f"object {key!r} was not loaded", error) from error
+            raise _refusal(f"object {key!r} was not loaded", error) from error.__cause__
     logger.warning(
         "object %r is unpickled without any check, as --datastates-trust-objects is on: whoever wrote the "
         "checkpoint can run any code in this program",
@@ -208,7 +205,7 @@ def deserialize_for_display(data: bytes, key: str, stand_in: Callable[[str], typ
     try:
         return _unpickle(data, trusted={}, stand_in=stand_in)
     except UnsafeObjectError as error:
-        raise _refusal(f"object {key!r} was not loaded", error) from error
+        raise _refusal(f"object {key!r} was not loaded", error) from error.__cause__
 
 
 def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
@@ -268,7 +265,7 @@ def _check_with(execute: Callable[[], object], key: str, refusal: str, trust: bo
         return True
     except UnsafeObjectError as error:
         if not trust:
-            raise _refusal(f"object {key!r} {refusal}", error) from error
+            raise _refusal(f"object {key!r} {refusal}", error) from error.__cause__
         logger.warning("object %r can be loaded only with --datastates-trust-objects on: %s", key, error)
         return False
 

@@ -76,6 +76,9 @@ class PickleContext(Protocol):
     def is_trusted(self, kind: Any) -> bool:
         """Returns whether the user trusts this class."""
 
+    def charge(self, copied_bytes: int) -> None:
+        """Counts what a call copies. Raises UnsafeObjectError if all calls together copy too much."""
+
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """Calls what may be called. Raises UnsafeObjectError."""
 

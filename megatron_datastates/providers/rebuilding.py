@@ -140,6 +140,7 @@ def _quantized(
     require(
         not hooks and type(scheme) is tuple and needed <= _dtype_and_bytes(storage)[1], "a quantized tensor"
     )
+    context.charge(sum(8 * part.numel() for part in scheme if isinstance(part, torch.Tensor)))  # of channels
     arguments = (storage, offset, shape, strides, scheme, grad, hooks)
     return _make(context, torch._utils._rebuild_qtensor, *arguments)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
+from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError, MismatchError, OptionError
 from megatron_datastates.format.codecs import PLANES, ZSTD, require_zstandard
 from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tail import Kind
@@ -105,8 +105,8 @@ class EncodedTensor:
             write(self._host_bytes(part))
             if self.samples is not None and not self.samples.are_same(number):
                 raise DataStatesError(
-                    f"tensor {self.key!r} changed too early: before it was read to be cast or compressed. "
-                    "Call the fence first, before anything changes it"
+                    f"tensor {self.key!r} {CHANGED_TOO_EARLY} before it was read to be cast or compressed. "
+                    "Code that changes it must call `megatron_datastates.fence()` first"
                 )
 
     def _host_bytes(self, part: torch.Tensor) -> memoryview:

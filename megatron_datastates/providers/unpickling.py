@@ -1,9 +1,13 @@
 """An unpickler for stored objects that accepts only what is on an allow list.
 
-It is as strict as torch.load with weights_only=True, knows more plain types, and limits memory: a pickle of n
-bytes makes no more than a small multiple of n bytes. It knows the opcodes that torch.save writes (protocol
-2). A name is looked up in plain.py, in rebuilding.py and among the user's own safe globals
-(torch.serialization.add_safe_globals); nothing is imported here (objects.py may import Megatron-Core first).
+It is as strict as torch.load with weights_only=True, knows more plain types, and limits memory. An opcode by
+itself makes some hundred bytes, or as many as follow it in the pickle. What a call copies may be in the memo
+and be copied again and again, so all calls together may copy only in proportion to the stored object's bytes.
+What classes that the user trusts do in their own code is not limited.
+
+It knows the opcodes that torch.save writes (protocol 2). A name is looked up in plain.py, in rebuilding.py
+and among the user's own safe globals (torch.serialization.add_safe_globals); nothing is imported here
+(objects.py may import Megatron-Core first).
 
 A *dry run* makes placeholders instead of tensors, long bytes and instances of the user's classes: it finds
 whether a load would accept the pickle, runs no code of users and takes little memory.
@@ -25,11 +29,23 @@ from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
 from megatron_datastates.providers import plain, rebuilding
 from megatron_datastates.providers.megatron_classes import unregistered_classes
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS, optimizer_class
-from megatron_datastates.providers.plain import Placeholder, TextPlaceholder, check_key, require
+from megatron_datastates.providers.plain import (
+    BytesPlaceholder,
+    Placeholder,
+    TextPlaceholder,
+    check_key,
+    require,
+)
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind
 
+TRUST_ALL = "all objects (--datastates-trust-objects on; of ds.save and ds.load: trust_objects=True)"
 _LONG_TEXT_BYTES = 64 << 10
 _PART_BYTES = 1 << 20
+# Calls of an object of n bytes may copy _FREE_BYTES + _MOST_COPIES * n bytes. Most that are saved copy n,
+# those of sets of small numbers 30 * n as charged here.
+_FREE_BYTES, _MOST_COPIES = 1 << 20, 128
+_ITEM_BYTES = 64  # of a set, a dictionary or a list, roughly
+_FEW = 16  # items of a tuple that are looked at
 _CALLS = plain.CALLS | rebuilding.CALLS
 # Ids are unique, since these values live forever.
 _OURS = {id(value) for value in (*plain.VALUES.values(), *rebuilding.VALUES.values())}
@@ -50,6 +66,21 @@ def trusted_globals() -> dict[str, Any]:
     return found
 
 
+def _copied_bytes(value: Any, depth: int = 2) -> int:
+    """Returns roughly the bytes of a copy of `value`, without copies of what its items refer to.
+
+    Looks into short tuples, which hold the arguments of numpy and torch.
+    """
+    if isinstance(value, str | bytes | bytearray | BytesPlaceholder):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 8
+    if not isinstance(value, tuple | list | dict):
+        return 0
+    inner = value if depth and isinstance(value, tuple) and len(value) <= _FEW else ()
+    return _ITEM_BYTES * len(value) + sum(_copied_bytes(item, depth - 1) for item in inner)
+
+
 class FilledError(UnsafeObjectError):
     """An object is filled like a list or a dict and is of another class, which no trust in it helps."""
 
@@ -59,7 +90,7 @@ def _require_kind(target: Any, kinds: tuple[type[Any], ...], what: str) -> None:
         raise FilledError(
             f"it fills an instance of another class like a {what}, as pickles of subclasses of {what} do. "
             f"Such classes are not accepted, even if they are trusted: store {what}(...) of it instead, or "
-            "trust all objects with --datastates-trust-objects on"
+            f"trust {TRUST_ALL}"
         )
 
 
@@ -73,7 +104,7 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
     and may raise anything else for damaged bytes.
 
     Args:
-        file: the pickle.
+        file: the stored object, or its pickle alone, at which it stands.
         storages: returns the storage of a tensor; in a dry run, a StoragePlaceholder.
         dry_run: make placeholders.
         trusted: what the user trusts, by module and name; by default trusted_globals().
@@ -99,6 +130,7 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         )
         self._trusted_ids = {id(value) for value in self._trusted.values()}
         self._unfinished: dict[int, Any] = {}
+        self._left_bytes = _FREE_BYTES + _MOST_COPIES * len(file.getvalue())
 
     # -- for guards: see PickleContext ----------------------------------------------------------------
 
@@ -112,9 +144,15 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
     def is_trusted(self, kind: Any) -> bool:
         return id(kind) in self._trusted_ids
 
+    def charge(self, copied_bytes: int) -> None:
+        self._left_bytes -= copied_bytes
+        if self._left_bytes < 0:
+            raise UnsafeObjectError(f"its calls would copy more than {_MOST_COPIES} times the bytes it has")
+
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         guard = _CALLS.get(id(function))
         if guard is not None:
+            self.charge(sum(8 + _copied_bytes(argument) for argument in arguments))
             return guard(self, *arguments)
         if not self.is_trusted(function):
             raise UnsafeObjectError(f"it calls {function!r}, which is not on the allow list")
@@ -166,14 +204,17 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         state, made = self.stack.pop(), self.stack[-1]
         setter = plain.state_setter(made)
         if setter is not None:
+            self.charge(_copied_bytes(state))
             setter(self, made, state)
-        elif isinstance(made, Placeholder):
-            require(not isinstance(made, ClassPlaceholder), "a class")
-        elif id(type(made)) in self._trusted_ids:
+            return
+        if not isinstance(made, Placeholder) and id(type(made)) not in self._trusted_ids:
+            raise UnsafeObjectError(f"it sets the state of a {type(made).__name__}, which is not accepted")
+        require(not isinstance(made, ClassPlaceholder), "a class")
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
+        self.charge(sum(_copied_bytes(part) for part in parts if type(part) is dict))
+        if not isinstance(made, Placeholder):
             self.append(state)
             super().load_build()
-        else:
-            raise UnsafeObjectError(f"it sets the state of a {type(made).__name__}, which is not accepted")
 
     def _append(self) -> None:
         items = [self.stack.pop()]

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.reports.reading import Save, Spread
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, median, usual
 
@@ -63,7 +64,7 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
         return None
     last = failed[-1]
     reason = (last.error or "without a reason").strip().split("\n")[0]
-    torn = sum("changed too early" in (save.error or "") for save in failed)
+    torn = sum(CHANGED_TOO_EARLY in (save.error or "") for save in failed)
     hint = 'docs/operations.md, "A save failed", has the causes.'
     if torn:
         hint = (

@@ -38,7 +38,7 @@ def test_a_step_without_the_fence_fails_the_save(trainer: Trainer, tmp_path: Pat
     publication = saver.start(tmp_path, DeviceTensors(trainer.model))
     trainer.optimizer_step(fenced=False)
     error = failure(publication)
-    assert "'layer" in error and "changed too early" in error and "call the fence first" in error
+    assert "'layer" in error and "changed too early" in error and "megatron_datastates.fence()" in error
     assert not is_published(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
 import io
 import json
@@ -85,6 +87,61 @@ HOSTILE = {
 }
 
 
+def repeated(first: bytes, call: bytes) -> bytes:
+    """Returns a list of 10,000 times what `call` makes of what `first` has put into the memo."""
+    return b"\x80\x02" + first + b"0](" + call * 10_000 + b"e."
+
+
+ENCODE, LATIN = b"c_codecs\nencode\n", text(b"latin1")
+BYTES = ENCODE + text(b"a" * 100_000) + LATIN + b"\x86R"
+INTEGERS = b"".join(b"J" + struct.pack("<i", n) for n in range(10_000))
+ATTRIBUTES = b"}(" + b"".join(text(b"n%d" % n) + b"N" for n in range(10_000)) + b"u"
+EMPTY_ARRAY = (
+    b"cnumpy.core.multiarray\n_reconstruct\nq\x000cnumpy\nndarray\nK\x00\x85" + ENCODE + text(b"b") + LATIN
+) + b"\x86R\x87q\x010"
+BIG_ENDIAN = b"cnumpy\ndtype\n" + text(b"f8") + b"\x89\x88\x87R(K\x03" + text(b">") + b"NNNK\x00K\x00K\x00tb"
+TENSOR = b"(" + STORAGE + b"K\x00K\x02\x85K\x01\x85\x89ccollections\nOrderedDict\n)Rt"
+SAME_ARGUMENTS = {
+    "bytes of one text": (ENCODE, text(b"a" * 100_000) + LATIN + b"\x86"),
+    "bytearrays": (b"c__builtin__\nbytearray\n", BYTES + b"\x85"),
+    "sets": (b"c__builtin__\nset\n", b"](" + INTEGERS + b"e\x85"),
+    "frozensets": (b"c__builtin__\nfrozenset\n", b"](" + INTEGERS + b"e\x85"),
+    "counters": (b"ccollections\nCounter\n", ATTRIBUTES + b"\x85"),
+    "OrderedDicts": (
+        b"ccollections\nOrderedDict\n",
+        b"](" + b"".join(text(b"n%d" % n) + b"N\x86" for n in range(10_000)) + b"e\x85",
+    ),
+    "decimals": (b"cdecimal\nDecimal\n", text(b"1" * 60_000) + b"\x85"),
+    "array.arrays": (b"carray\narray\n", text(b"d") + b"](" + INTEGERS + b"e\x86"),
+    "paths of many parts": (b"cpathlib\nPurePosixPath\n", b"(" + text(b"a") * 10_000 + b"t"),
+    "ranges": (b"c__builtin__\nxrange\n", b"\x8b" + struct.pack("<I", 60_000) + b"\x11" * 60_000 + b"\x85"),
+    "sizes": (b"ctorch\nSize\n", b"(" + INTEGERS + b"t\x85"),
+    "scalars": (
+        b"cnumpy.core.multiarray\nscalar\n",
+        b"cnumpy\ndtype\n" + text(b"S100000") + b"\x89\x88\x87R" + BYTES + b"\x86",
+    ),
+    "tensors with attributes": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n",
+        b"(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n" + TENSOR + ATTRIBUTES + b"t",
+    ),
+}
+HOSTILE |= {
+    f"many {name}": repeated(called + b"q\x000" + arguments + b"q\x01", b"h\x00h\x01R")
+    for name, (called, arguments) in SAME_ARGUMENTS.items()
+}
+HOSTILE |= {
+    "many namespaces of one state": repeated(
+        b"cargparse\nNamespace\nq\x000" + ATTRIBUTES + b"q\x01", b"h\x00)\x81h\x01b"
+    ),
+    "many buffers of the same bytes": repeated(
+        b"c_io\nBytesIO\nq\x000" + BYTES + b"K\x00N\x87q\x01", b"h\x00)\x81h\x01b"
+    ),
+    "many arrays of the same bytes": repeated(
+        EMPTY_ARRAY + b"(K\x01M\xd4\x30\x85" + BIG_ENDIAN + b"\x89" + BYTES + b"tq\x02", b"h\x00h\x01Rh\x02b"
+    ),
+}
+
+
 def nested_key(depth: int, width: bytes) -> bytes:
     """Returns the pickle of a dictionary whose key is nested tuples; with width 86h each holds two."""
     levels = b"".join(b"q\x01h\x01\x86" if width == b"\x86" else b"\x85" for _ in range(depth))
@@ -152,6 +209,38 @@ def test_a_key_of_nested_named_tuples_is_refused(depth: int, is_wide: bool) -> N
     data = archive(head + levels + b"K\x01s.")
     done = subprocess.run([sys.executable, "-c", NAMED_TUPLES], input=data, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_quantized_tensors_cannot_copy_the_same_scales_often() -> None:
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    scales = rebuild + TENSOR.replace(b"K\x02\x85K\x01", number(100_000) + b"\x85K\x00") + b"Rq\x02"
+    storage = STORAGE.replace(b"Float", b"QInt8").replace(text(b"0"), text(b"1"))
+    scheme = b"(ctorch\nper_channel_affine\n" + scales + b"h\x02K\x00t"
+    arguments = b"(" + storage + b"K\x00K\x02\x85K\x01\x85" + scheme + b"\x89ccollections\nOrderedDict\n)Rt"
+    first = b"ctorch._utils\n_rebuild_qtensor\nq\x000" + arguments + b"q\x01"
+    with pytest.raises(UnsafeObjectError, match="more than 128 times the bytes"):
+        deserialize(archive(repeated(first, b"h\x00h\x01R"), **{"0": bytes(8), "1": bytes(2)}), "key")
+
+
+def test_what_repeats_itself_and_was_saved_loads() -> None:
+    """Pickles of it copy most of what they can: small items, and memory that many share."""
+    shared = bytes(100_000)
+    of_fields = np.dtype([(f"field {n}", "f4") for n in range(40)])
+    several = [
+        [io.BytesIO(shared) for _ in range(100)],
+        [np.frombuffer(shared, kind) for kind in ("u1", ">f4") for _ in range(100)],
+        [np.zeros(2, of_fields.newbyteorder("S").newbyteorder("S")) for _ in range(500)],
+        [set(range(256)), frozenset(range(50_000)), array.array("B", shared), torch.Size([1] * 5000)],
+        [collections.deque() for _ in range(50_000)],
+        [Path("/", *["a directory with quite a long name"] * 12, str(n)) for n in range(2000)],
+        [argparse.Namespace(**{f"argument_{n}": None for n in range(1000)}) for _ in range(20)],
+        collections.OrderedDict.fromkeys(range(50_000)),
+        collections.Counter(range(50_000)),
+    ]
+    for value in several:
+        data = stored(value)
+        check_saved(data, "key")
+        deserialize(data, "key")
 
 
 def test_a_dtype_cannot_change_after_an_array_has_it() -> None:

@@ -38,7 +38,7 @@ def test_an_exported_model_is_imported_with_the_same_bits(
     stored = arguments(values)
     checkpoint = save(tmp_path / "ck", stored, state(stored))
     exported(checkpoint, tmp_path / "hf", "--max-shard-size", "1000")
-    code, out, err = run("import", tmp_path / "hf", tmp_path / "run", "--hf", "--to", to)
+    code, out, err = run("import", tmp_path / "hf", tmp_path / "run", "--to", to)
     assert code == 0, out + err
     assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() == "release"
     assert open_source(tmp_path / "run/release").format == to

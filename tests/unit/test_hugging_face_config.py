@@ -31,7 +31,7 @@ def test_what_transformers_saves_is_imported_and_exported_again(name: str, tmp_p
     checkpoint = save(tmp_path / "ck", stored, weights)
     assert run("export", checkpoint, tmp_path / "hf", "--hf")[0] == 0
     (tmp_path / "hf/config.json").write_text(json.dumps(SAVED[name]))
-    code, out, err = run("import", tmp_path / "hf", tmp_path / "run", "--hf")
+    code, out, err = run("import", tmp_path / "hf", tmp_path / "run")
     assert code == 0, out + err
     assert run("export", tmp_path / "run", tmp_path / "again", "--hf")[0] == 0
     one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "again"))

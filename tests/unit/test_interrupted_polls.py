@@ -118,7 +118,7 @@ def test_an_interrupted_rank_keeps_a_file_that_a_manifest_may_name(
             for one in reversed(saves):
                 one.poll()
     assert saves[1].wait() is Outcome.FAILED
-    assert "Whether it is published yet, `datastates ls` says; its files were kept" in str(saves[1].error)
+    assert "`datastates ls` shows whether it was published; its files were kept" in str(saves[1].error)
     assert len(data_files(tmp_path)) == 2
     ranks.close()
 

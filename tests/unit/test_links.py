@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
+from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -241,7 +242,7 @@ def test_a_tensor_that_changes_while_it_is_compared_fails_the_save(tmp_path):
     publication = start(saver, tmp_path / "1", state, Mutability.AT_FENCE)
     state["base"].data.bitwise_not_()
     assert publication.wait() is Outcome.FAILED
-    assert "'base' changed too early" in publication.error
+    assert f"'base' {CHANGED_TOO_EARLY}" in publication.error
     saver.close()
     assert names(tmp_path / "1") == set()
 

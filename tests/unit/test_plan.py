@@ -14,7 +14,13 @@ import pytest
 from megatron_datastates.errors import OptionError
 from megatron_datastates.sizing.arguments import read_arguments
 from megatron_datastates.sizing.model import stages
-from megatron_datastates.sizing.planning import Grid, Storage, plan_arguments
+from megatron_datastates.sizing.planning import (
+    HELD_MICROSECONDS,
+    HELD_MS,
+    Grid,
+    Storage,
+    plan_arguments,
+)
 from tests.unit.command import run
 
 LLAMA_3_8B = shlex.split("""
@@ -66,6 +72,17 @@ def test_published_models_have_their_published_number_of_parameters(words: list[
 def test_the_number_of_parameters_does_not_depend_on_the_layout() -> None:
     words = [*LLAMA_3_8B, "--make-vocab-size-divisible-by", "1"]
     assert parameters(words, 8, 4) == parameters(LLAMA_3_8B)
+
+
+def test_the_trainer_is_held_for_about_as_long_as_was_measured() -> None:
+    """In Megatron's loop with one rank: on 2 CPU cores, and on an H100, whose rank polls through NCCL."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    on_cpu = json.loads((results / "training.json").read_text())["parts"]["in turns"]["turns"]["large"]
+    gpu = json.loads((results / "gpu-h100-80gb-hbm3-2026-11-26.json").read_text())["parts"]["training"]
+    on_gpu = gpu["ways"]["datastates async, tmpfs"]
+    for measured, tensors in ((on_cpu["blocked_ms"], 3084), (on_gpu["held_ms"], on_gpu["resume"]["tensors"])):
+        predicted = HELD_MS + HELD_MICROSECONDS * tensors / 1000
+        assert 0.9 * measured < predicted < 2 * measured
 
 
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
@@ -302,7 +319,8 @@ def test_the_plan_says_what_to_set_and_what_it_assumes() -> None:
         "259: one for each rank",
         "2 iterations; with a margin, --save-interval 2",
         "--datastates-staging-memory 4GiB",
-        "benchmarks/results/engine.json",
+        "by the first one longer",
+        "held: 8 ms and 1.2 us a tensor",
         "an assumption",
     ):
         assert text in out

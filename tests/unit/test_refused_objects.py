@@ -69,8 +69,12 @@ def test_an_object_that_no_load_accepts_fails_the_save(saver: Saver, tmp_path: P
     value, name = REFUSED[kind]
     publication = save(saver, tmp_path / "c", {"w": torch.ones(3)}, {"the key": [{"deep": (value,)}]})
     assert publication.outcome is Outcome.FAILED and publication.error is not None
-    for words in ("'the key'", name, "state_dict()", "add_safe_globals", "--datastates-trust-objects on"):
+    for words in ("'the key'", name, "state_dict()", "add_safe_globals", "docs/options.md#trust-objects"):
         assert words in publication.error
+    assert "--datastates-trust-objects on; of ds.save and ds.load: trust_objects=True" in publication.error
+    assert len(publication.error.split()) < 75
+    cause = publication.save.cause
+    assert cause is not None and cause.__cause__ is None, "the message stands in the traceback once"
     publication.save.join()  # the finishing thread reports the failure, then removes its file
     assert not list((tmp_path / "c").glob("*"))
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.errors import StorageError, UnsupportedFormatError
+from megatron_datastates.errors import CHANGED_TOO_EARLY, StorageError, UnsupportedFormatError
 from megatron_datastates.reports.advice import Advice, advise
 from megatron_datastates.reports.picture import _joined, draw
 from megatron_datastates.reports.reading import Save, read_reports
@@ -213,10 +213,10 @@ def test_a_run_without_trouble_gets_a_note_on_its_cost_only(
 
 
 def test_failed_saves_come_first(advised: Callable[..., dict[str, Advice]]) -> None:
-    found = advised(state="failed", error="rank 3: 'w' changed too early\nmore", published_ms=None)
+    found = advised(state="failed", error=f"rank 3: 'w' {CHANGED_TOO_EARLY} torn\nmore", published_ms=None)
     first = next(iter(found.values()))
     assert first.title == "6 of 6 saves failed" and first.level == "failure"
-    assert "rank 3: 'w' changed too early." in first.text and "--datastates-paranoid" in first.text
+    assert "rank 3: 'w' changed too early: torn." in first.text and "--datastates-paranoid" in first.text
 
 
 def test_a_disk_that_is_slower_than_the_interval_is_found(advised: Callable[..., dict[str, Advice]]) -> None:

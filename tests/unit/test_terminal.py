@@ -36,7 +36,7 @@ SHOWN = [
     ("show theirs", 0, "saved       2026"),
     ("args theirs --keys lr", 0, "lr: 0.005"),
     ("verify theirs", 0, "theirs/iter_0000005: good: 2 tensors and 1 object in 1 file"),
-    ("import llama made --hf", 0, "--num-layers"),
+    ("import llama made", 0, "--num-layers"),
     ("convert run made", 0, "pass --load made"),
     ("export run weights", 0, "weights: 4 tensors"),
     ("prune run --keep-last 1", 0, "keep  run/iter_0000005  (the tracker names it)"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import megatron_datastates as ds
 from megatron_datastates.config import KIB, MIB
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import OptionError, SaveFailedError
+from megatron_datastates.errors import CHANGED_TOO_EARLY, OptionError, SaveFailedError
 from megatron_datastates.format.codecs import PLANES
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.loading import entries
@@ -312,7 +312,7 @@ def test_a_transformed_tensor_that_changes_before_the_fence_fails_the_save(
     provider = wrap(NamedState({"w": tensor}, AT_FENCE))
     publication = save_and_change_early(tmp_path / "c", provider, lambda: tensor.add_(1))
     assert publication.outcome is Outcome.FAILED
-    assert "w' changed too early" in publication.error and "'state'" in publication.error
+    assert f"w' {CHANGED_TOO_EARLY}" in publication.error and "'state'" in publication.error
     assert not (tmp_path / "c" / "datastates.manifest").exists()
 
 

@@ -114,7 +114,7 @@ def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: A
 
 
 def named_shards(model_state: Any) -> Named:
-    """Returns the names and shards of a model's sharded state by the id of their memory."""
+    """Returns the names and shards of a model's sharded state by `id()` of the tensor."""
     return {id(item.data): (name, item) for name, item in _named(model_state, "")}
 
 

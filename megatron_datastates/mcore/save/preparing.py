@@ -198,4 +198,8 @@ def _noting() -> Iterator[None]:
         if reason not in _reasons:
             _reasons.add(reason)
             level = logging.INFO if is_known else logging.WARNING
-            logger.log(level, "a save prepares its state anew: %s (--datastates-prepared)", reason)
+            logger.log(
+                level,
+                "this save could not reuse the previous save's preparation: %s (--datastates-prepared)",
+                reason,
+            )

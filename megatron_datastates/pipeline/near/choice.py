@@ -46,7 +46,7 @@ class Choice:
         if self._wanted is not None:
             return None
         is_newer = point.iteration > (self._far.tracked or 0)
-        # A job that has left what would be resumed from instead, too, is no reason to prefer that.
+        # A later job that has also passed by the tracked checkpoint is no reason to prefer that one.
         is_same = tracked is not None and point.follows(tracked)
         leave_both = self._history.passing(tracked, surely=True) if tracked is not None and is_same else []
         later = next((job for job in self._history.passing(point) if job not in leave_both), None)
@@ -59,7 +59,8 @@ class Choice:
                 name = "release" if self._far.tracked is None else self._far.tracked
                 return f"the tracker was set back to {name} after it had named {back.iteration}"
             return None
-        if tracked is None or tracked.follows(point):  # whatever a list says that was written late
+        # Even if a list of jobs, which may have been written late, says otherwise.
+        if tracked is None or tracked.follows(point):
             return ""
         if self._history.comes_later(point, tracked):
             return None

@@ -31,7 +31,7 @@ from megatron_datastates.plan.reads import gather_spans, plan_extent
 
 PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-# Errors that say that a file is not there, or is none; 0: its size or content says so.
+# Errors that show that a file is missing, or is no regular file; 0: its size or content shows it.
 _NOT_THERE = (0, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 
 
@@ -48,7 +48,7 @@ class Limit:
         self.set(bytes_per_second)
 
     def set(self, bytes_per_second: int) -> None:
-        """Sets another limit. Without one, nobody waits any more."""
+        """Sets another limit; 0 also releases the threads that wait."""
         with self._lock:
             self._rate, self._free_at = bytes_per_second, time.monotonic()
         if bytes_per_second:
@@ -57,7 +57,7 @@ class Limit:
             self._is_lifted.set()
 
     def take(self, count: int) -> None:
-        """Waits until so many bytes may be moved."""
+        """Waits until `count` more bytes may be moved."""
         with self._lock:
             if not self._rate:
                 return
@@ -200,7 +200,7 @@ class Copier:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
-    """Makes a new file; yields what writes at an offset. Past the page cache where that is possible.
+    """Makes a new file; yields a function that writes at an offset. Bypasses the page cache where possible.
 
     The file is durable at the end.
     """

@@ -129,13 +129,13 @@ class Drain:
             self._thread = thread
 
     def note_far(self) -> None:
-        """Takes note that a save of this job is far without ever having been near."""
+        """Notes that a save of this job was published in its directory, without a near tier."""
         with self._changed:
             self._room.note_far()
             self._note_change()
 
     def note_published(self) -> None:
-        """Takes note of a published save of this job of which this process stores nothing near."""
+        """Notes a published save of this job of which this process has nothing in its near tier."""
         with self._changed:
             self._room.note_published()
             self._note_change()
@@ -233,7 +233,7 @@ class Drain:
                     self._changed.wait(self._look_seconds())
 
     def _publish_and_evict(self) -> None:
-        """Does what no copy is to hold up. Never raises."""
+        """Does the work that must not wait for a copy. Never raises."""
         try:
             self._publish_what_is_complete()
             self._evict()
@@ -338,7 +338,7 @@ class Drain:
         # With one that is tried again, all are: else the tracker would name an older one for a while.
         is_time = any(map(self._is_to_be_tried_again, self._to_publish))
         due = [save for save in self._to_publish if is_time or not save.attempts]
-        # The newest is looked at first: what arrives meanwhile is not to change the order.
+        # The newest is looked at first, so that files that arrive meanwhile cannot change the order.
         complete = [save for save in reversed(due) if self._is_complete(save)]
         if complete:
             self._write_new_notes()  # the list of jobs says which of two saves is the later one
@@ -437,7 +437,7 @@ class Drain:
             save.published(save.save_id, save.tracker_attempts < _INSISTING_ATTEMPTS)
 
     def _evict(self) -> None:
-        """Makes room in the near tier, if something has changed. A save that is evicted is near no more."""
+        """Makes room in the near tier, if something has changed. An evicted save is no longer near."""
         with self._changed:
             may_evict, self._may_evict = self._may_evict, False
             busy = [*self._to_copy, *self._to_publish]

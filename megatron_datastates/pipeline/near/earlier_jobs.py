@@ -72,7 +72,7 @@ class EarlierJobs:
         return published, others
 
     def _not_needed(self, published: dict[int, _Folder], near: Path, far: Path) -> list[_Folder]:
-        """Returns what no load needs any more: first what may go first."""
+        """Returns what no load needs any more, in the order in which it may be removed."""
         paths = {n: path for n, (path, _) in published.items()}
         if not self.is_far:
             paths = {n: path for n, path in paths.items() if _are_same(path, far / path.name)}

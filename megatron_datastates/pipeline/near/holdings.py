@@ -194,7 +194,7 @@ def small_files_of(folder: Path, manifest: Manifest) -> tuple[bytes, dict[str, b
 def metadata_of(folder: Path) -> bytes:
     """Returns a checkpoint's metadata.json; nothing, with a warning, if it is damaged or cannot be read.
 
-    No checksum is kept of it. Without it a checkpoint loads; with one that names another format, none does.
+    It has no checksum. A checkpoint loads without it, but not with one that names another format.
     """
     path = folder / METADATA_NAME
     try:

@@ -180,7 +180,7 @@ def published_in(folder: Path) -> SaveId | None:
 
 
 def read_published(folder: Path) -> SaveId | None:
-    """Returns the same.
+    """Returns the same as `published_in`.
 
     Raises:
         OSError: the manifest is there and cannot be read.

@@ -169,8 +169,8 @@ def by_branch(
 def has_later_save(directory: Path, save_id: SaveId) -> bool:
     """Returns whether a directory of a run holds a later save than this one, which is of the same run.
 
-    Later is a save that has passed through it, or of a job that the run's list names later. What is damaged
-    says nothing.
+    Later is a save that has passed through it, or of a job that the run's list names later. Damaged manifests
+    and lists are ignored.
 
     Raises:
         OSError: the manifest there, or the list, cannot be read.

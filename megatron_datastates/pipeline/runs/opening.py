@@ -58,7 +58,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read_manifest_object(path: Path) -> Manifest:
-    """Asks once: what an object store refuses is no answer to the question whether there is a manifest."""
+    """Asks once: if an object store refuses, that does not show whether there is a manifest."""
     manifest = path / MANIFEST_NAME
     try:
         data = read_small(manifest, MANIFEST_BYTES)

@@ -68,7 +68,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether a directory holds checkpoints, or a tracker, and is none itself.
+    """Returns whether a directory holds checkpoints, or a tracker, and is no checkpoint itself.
 
     Raises:
         StorageError: it cannot be listed.

@@ -23,13 +23,13 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.saving.records import DurableFile
 
 logger = logging.getLogger(__name__)
-_MOST_FILES = 8  # layouts that alternate; more than a few means that they change
-_NEVER = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # will be the answer next time, too
+_MOST_FILES = 8  # a few layouts may alternate; more than that means that they keep changing
+_NEVER = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # recur at every attempt
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which file it is, whatever its names."""
+    """Identifies a file, whatever it is called."""
 
     device: int
     inode: int

@@ -32,7 +32,7 @@ _LARGEST_OFFSET = 1 << 40  # bytes; hosts' memory is at higher addresses
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """Everything that a plan depends on: all about tensors but their addresses.
+    """Everything that a plan depends on: all that describes tensors, except their addresses.
 
     Element i of each list describes tensor i.
     """
@@ -100,7 +100,7 @@ class Structure:
         """Returns, for each tensor, whether it has to be copied before the save returns.
 
         Raises:
-            OptionError: what a provider passed as a mutability is none.
+            OptionError: a provider passed something that is no Mutability.
         """
         for key, mutability in zip(self.keys, self.mutability, strict=True):
             if not isinstance(mutability, Mutability):
@@ -181,7 +181,7 @@ class Memory:
     owners: list[Any]  # storages, held until they are copied: a tensor may be given another one meanwhile
 
     def of(self, members: Sequence[int] | None) -> Memory:
-        """Returns where these tensors are; all of them for None."""
+        """Returns where the tensors with these numbers are; None: where all are."""
         if members is None:
             return self
         return Memory(self.addresses[members], [self.owners[i] for i in members])

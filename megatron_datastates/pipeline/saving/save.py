@@ -233,7 +233,7 @@ class RankSave:
         return self.tail.reads(storage) or any(file.reads(storage) for file in self._files)
 
     def mark_torn(self, reason: str) -> None:
-        """Fails the save, even if its copies are done by now: they may have just ended."""
+        """Fails the save, even if its copies are done by now: they may have ended after the change."""
         if self._save is None or self._confirmed.is_set():
             return
         self._cancel(reason)
@@ -289,7 +289,8 @@ class RankSave:
     def drop_sources(self) -> None:
         """Lets go of the trainer's memory if a cancelled save reads nothing of it within a second.
 
-        For a restart within the process, which makes the model again. Else whoever frees memory still waits.
+        For a restart within the process, which makes the model again. Otherwise, whoever frees that memory
+        still waits.
         """
         deadline = time.monotonic() + _DROPPING_SECONDS
         while not all(file.sources_copied() for file in self._files):
@@ -365,7 +366,7 @@ class RankSave:
                 self.stable.complete(self._seal)
             self._durable.set()
         except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
-            self.fail(error)  # first: the update at a poll would take what cancelling leaves for the cause
+            self.fail(error)  # before cancelling, or the next poll reports the cancellation as the cause
             self._cancel(str(error))
             self.tail.close()  # before what may take long: the trainer may wait for it
             self._remove()

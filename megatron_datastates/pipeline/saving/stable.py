@@ -1,4 +1,4 @@
-"""The file of the tensors that are not expected to change: written once, and linked as long as they do not.
+"""The file of tensors that are not expected to change: written once, and hard-linked until they do.
 
 Protocol of one save, if an earlier checkpoint of the run has a file of the same layout:
   1. The finishing thread links that file into the directory (links.py). No manifest names the link yet.
@@ -6,7 +6,7 @@ Protocol of one save, if an earlier checkpoint of the run has a file of the same
      block, and writes nothing.
   3. The trainer's thread compares the digests, at a poll or at the fence. If they are those of the linked
      file, it is part of the new checkpoint. If not, or if there is no link, the tensors are written to a file
-     of their own, and that is begun before the fence lets the trainer continue: nothing may change between.
+     of their own, and writing begins before the fence releases the trainer: nothing may change in between.
   4. The finishing thread syncs the directory, or seals the new file. In the second case, the link goes with
      what publishing removes: the files of earlier saves that the manifest does not name.
 Without such an earlier file, the tensors are written at once, and their digests are taken on the way.
@@ -93,7 +93,7 @@ class StableFile:
         # Another thread may ask what the save still reads: multiprocessing's, which shares tensors.
         with self._deciding:
             if not self._settled.is_set():
-                if self._is_deciding:  # a signal handler asks in the middle of it
+                if self._is_deciding:  # this is a signal handler that interrupts the decision
                     return False
                 self._is_deciding = True
                 try:
@@ -177,7 +177,7 @@ class StableFile:
     # -- the finishing thread ---------------------------------------------------------------------------
 
     def make_link(self) -> None:
-        """Links the earlier file, if there is one. What prevents it is kept in `link_error`."""
+        """Links the earlier file, if there is one. If that fails, `link_error` has the error."""
         if self._link is None:
             return
         try:
@@ -221,7 +221,7 @@ class StableFile:
             return
         with self._lock:
             self._cancelled = self._cancelled or reason
-        self._link_tried.set()  # nobody may be left to try
+        self._link_tried.set()  # the thread that would link may be gone
         for job in self._jobs():
             job.cancel(reason)
 
@@ -252,7 +252,7 @@ class StableFile:
                 elif name.startswith("waited_for_") and isinstance(value, float):
                     found[name] = found.get(name, 0.0) + value
         if self._is_linked:
-            found.pop("written_at", None)  # nothing was
+            found.pop("written_at", None)  # nothing was written
         return found
 
 

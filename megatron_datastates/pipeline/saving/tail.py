@@ -90,11 +90,11 @@ class Tail:
         self.costs: dict[str, PartCosts] = {}  # by provider
 
     def secure(self, state: Collected) -> None:
-        """Copies small objects that may change at once. Called by the trainer's thread.
+        """Copies small objects that may change as soon as the save returns. Called by the trainer's thread.
 
         Raises:
             ProviderError: a source of a named provider raised an exception; of others, that exception.
-            OptionError: the mutability of one is none.
+            OptionError: a source has a mutability that is no Mutability.
         """
         self.parts = state.parts  # not `state`: its tensors are the trainer's
         budget = CopyBudget(_SNAPSHOT_BYTES)
@@ -197,7 +197,7 @@ class Tail:
         return [self._written[number] for number in range(len(self._written))]
 
     def providers(self) -> list[ProviderEntry]:
-        """Returns the manifest's list of the state providers of which there is something to say."""
+        """Returns the manifest's list of state providers: those that have a name or notes."""
         return [
             ProviderEntry(name=part.name, kind=part.kind, notes=dict(part.notes))
             for part in self.parts
