@@ -23,7 +23,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.restoring import restore
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.named import Shard, map_leaves, named_values, nested, tree_of

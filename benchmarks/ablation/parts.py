@@ -22,7 +22,7 @@ from benchmarks.saves import Saves
 from benchmarks.states import bytes_of, host_tensors, lazy
 from megatron_datastates.config import KIB, MIB, Options
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.providers.base import Entry, Mutability, StateReader, Write
 from megatron_datastates.providers.objects import ObjectSource, check_pickle
 from megatron_datastates.providers.streams import StreamSource

@@ -33,8 +33,8 @@ from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.publishing.polls import Polls
 from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, Records
-from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.plan.layout import TailItem, plan_layout
 
 MIB = 1 << 20

@@ -166,7 +166,7 @@ def run(
         save_in_turns(save_blocks)
     read_there = limit_far(*far) if far is not None else None
     pretrain_tiny.main()
-    from megatron_datastates.pipeline.savers import close_all
+    from megatron_datastates.pipeline.saver_pool import close_all
 
     begin = time.perf_counter()
     close_all()  # as at the end of a program, which a forked process does not reach

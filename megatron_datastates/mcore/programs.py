@@ -15,7 +15,7 @@ from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.providers import Providers, register
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy, Transform
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 
 logger = logging.getLogger(__name__)
 _STOCK = "megatron.core.dist_checkpointing.strategies.torch"

@@ -52,6 +52,7 @@ from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import (
     RankRecord,
     Records,
@@ -59,7 +60,6 @@ from megatron_datastates.pipeline.saving.records import (
     decode_failures,
     encode_failure,
 )
-from megatron_datastates.pipeline.saving.save import RankSave
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002

@@ -1,7 +1,7 @@
 """What a process keeps between saves: the identity of its saves, known layouts, plans, and an engine.
 
 A process has one SaveSession, whatever the options of its saves, and one Saver for each set of options, which
-serves any number of strategy objects and directories (savers.py).
+serves any number of strategy objects and directories (saver_pool.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.saving.links import Link, Links
 from megatron_datastates.pipeline.saving.milestones import SaveContext, State
 from megatron_datastates.pipeline.saving.plans import Memory, Plans, StatePlan, tail_items
-from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.unplanned import with_key
 from megatron_datastates.pipeline.saving.warm_up import AtFirstFences
 from megatron_datastates.providers.base import Mutability, StateProvider

@@ -35,7 +35,7 @@ from swapping import digests, free_state
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import enable
 from megatron_datastates.mcore.bridge_settings import MANAGER
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 
 ASYNC = {"async_save": True, "async_strategy": "mcore"}
 

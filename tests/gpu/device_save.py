@@ -14,7 +14,7 @@ from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.plans import locate, plan_state
-from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.providers import base
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.collect import Collected

@@ -33,7 +33,7 @@ from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
 from megatron_datastates.mcore.save.mutability import proof_in_training_loop
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.providers.base import Mutability
 
 

@@ -11,7 +11,7 @@ from saving_rank import join, report
 import megatron_datastates as ds
 from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.providers import Entry, ObjectSource, StateReader
 
 ROWS = 12

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.savers import close_all
+from megatron_datastates.pipeline.saver_pool import close_all
 from tests.unit.converting import dcp_state, save_with_dcp
 from tests.unit.inspecting import save_run
 from tests.unit.states import new_saver

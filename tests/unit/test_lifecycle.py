@@ -248,7 +248,7 @@ from pathlib import Path
 import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave
-from megatron_datastates.pipeline import savers
+from megatron_datastates.pipeline import saver_pool
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability
@@ -258,7 +258,7 @@ folder = Path(sys.argv[1])
 tensors = {"w": random_tensor(torch.uint8, (6 << 20,), 1)}
 
 def start(name, mutability=Mutability.AT_FENCE, **options):
-    saver = savers.saver_for(dataclasses.replace(OPTIONS, **options))
+    saver = saver_pool.saver_for(dataclasses.replace(OPTIONS, **options))
     return saver.start(folder / name, State(tensors, {"x": 1}, mutability))
 
 def poll_until(publication, condition):
@@ -272,7 +272,7 @@ assert start("before", Mutability.NOW).wait() is Outcome.PUBLISHED
 EXITS: dict[str, tuple[str, int, str, bool]] = {
     "just started": ('start("c", Mutability.NOW)', 0, "", False),
     "at the fence": ('start("c")', 0, "", False),
-    "nothing begun": ("savers.saver_for(OPTIONS).warm_up()", 0, "", False),
+    "nothing begun": ("saver_pool.saver_for(OPTIONS).warm_up()", 0, "", False),
     "writing slowly": ('start("c", write_limit=1 << 20); time.sleep(0.1); FENCE.wait("step")', 0, "", False),
     "stalled open": ('start("c", faults="open:1:stall=700"); time.sleep(0.1)', 0, "", False),
     "stalled write": ('start("c", faults="write:0:stall=700"); time.sleep(0.1)', 0, "", False),
@@ -334,9 +334,9 @@ def test_a_save_begun_while_the_interpreter_ends_fails_and_hangs_nothing(tmp_pat
 def late():
     publication = start("c", Mutability.NOW)
     print(publication.wait().name, publication.error)
-    savers.close_all()
-savers.close_all()
-atexit.unregister(savers.close_all)
+    saver_pool.close_all()
+saver_pool.close_all()
+atexit.unregister(saver_pool.close_all)
 atexit.register(late)
 """
     ended = run(program, tmp_path)
@@ -378,7 +378,7 @@ staging._current_stream = lambda: stream
 from megatron_datastates.pipeline import saver as module
 module._CLOSING_SECONDS = 0.5
 cuda.hold_stream(stream)  # a kernel waits for a rank that is dead
-saver = savers.saver_for(dataclasses.replace(OPTIONS, driver=cuda.path, tripwire=False))
+saver = saver_pool.saver_for(dataclasses.replace(OPTIONS, driver=cuda.path, tripwire=False))
 publication = saver.start(folder / "c", DeviceTensors(tensors))
 FENCE.wait("the step")
 """

@@ -31,9 +31,9 @@ import pytest
 
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.near import drain, places, tier
+from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
-from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange

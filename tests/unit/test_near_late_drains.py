@@ -19,8 +19,8 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.near import drain, tier
 from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import published_in
-from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs import history, runs

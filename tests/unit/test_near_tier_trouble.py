@@ -28,10 +28,10 @@ from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
+from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, remove_saves
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.room import Room
-from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor

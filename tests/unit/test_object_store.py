@@ -440,7 +440,9 @@ def test_megatrons_loop_ends_drains_before_the_interpreter_ends(monkeypatch: pyt
     from megatron_datastates.mcore.training import loop
 
     calls: list[str] = []
-    monkeypatch.setattr("megatron_datastates.pipeline.savers.finish_objects", lambda: calls.append("drained"))
+    monkeypatch.setattr(
+        "megatron_datastates.pipeline.saver_pool.finish_objects", lambda: calls.append("drained")
+    )
     monkeypatch.setattr(loop, "_require_restored_data", lambda iterator: None)
     last_call = loop.wrap_last_call(lambda *args, **kwargs: calls.append("finalized"))
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.save.overwriting import only_of_old_ones
-from megatron_datastates.pipeline import savers
+from megatron_datastates.pipeline import saver_pool
 from tests.unit.states import OPTIONS, save
 
 WARNING = "Overwriting old incomplete / corrupted checkpoint..."  # Megatron's, since 0.16
@@ -21,9 +21,9 @@ logger = logging.getLogger("megatron.core.dist_checkpointing.serialization")
 @pytest.fixture
 def last(tmp_path: Path) -> Iterator[SaveId]:
     """Saves once, as a process of a training has, and returns the id of that save."""
-    saver = savers.saver_for(OPTIONS)
+    saver = saver_pool.saver_for(OPTIONS)
     yield save(saver, tmp_path / "first", {"w": torch.ones(3)}).save.context.save_id
-    savers.close_all()
+    saver_pool.close_all()
 
 
 @pytest.mark.parametrize(

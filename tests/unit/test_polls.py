@@ -14,7 +14,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.providers.base import Mutability
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, new_saver

@@ -24,6 +24,7 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.report import Listener, Reporter, save_report
 from megatron_datastates.pipeline.saving.held import HeldTime, trainer_held
 from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import (
     ENDPOINT_BYTES,
     HOST_BYTES,
@@ -33,7 +34,6 @@ from megatron_datastates.pipeline.saving.records import (
     decode_failures,
     encode_failure,
 )
-from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource

@@ -18,7 +18,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.saving.held import trainer_held
-from megatron_datastates.pipeline.saving.save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, SMALL, Chained, State, bits, data_files, new_saver, random_tensor, save

@@ -42,7 +42,7 @@ def only_of_old_ones(directory: Callable[[], str]) -> Iterator[None]:
 
 
 def _has_next_save_alone(path: Path) -> bool:
-    from megatron_datastates.pipeline.savers import begins_next
+    from megatron_datastates.pipeline.saver_pool import begins_next
 
     try:
         return all((one := save_id_in_name(name)) is not None and begins_next(one) for name in names_in(path))

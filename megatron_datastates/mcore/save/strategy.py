@@ -35,7 +35,7 @@ from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import Origin
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import StateProvider
 

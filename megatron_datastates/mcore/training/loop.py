@@ -44,7 +44,7 @@ def enable_saving(options: Options) -> None:
     """
     from megatron_datastates.mcore import fences  # which imports torch
     from megatron_datastates.pipeline.report import Listener
-    from megatron_datastates.pipeline.savers import saver_for
+    from megatron_datastates.pipeline.saver_pool import saver_for
 
     global _options
     attach_saving()
@@ -150,7 +150,7 @@ def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish_objects() -> None:
-    from megatron_datastates.pipeline.savers import finish_objects
+    from megatron_datastates.pipeline.saver_pool import finish_objects
 
     finish_objects()
 
@@ -253,7 +253,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     not those that precede an exit or a new phase. Whether a signal or --exit-duration-in-mins ends the run
     in that very iteration is not known yet (`wrap_decision`).
     """
-    from megatron_datastates.pipeline.savers import saver_for
+    from megatron_datastates.pipeline.saver_pool import saver_for
 
     global _skipped
     is_asked = _may_skip and options.while_saving == "skip" and getattr(args, "async_save", False)

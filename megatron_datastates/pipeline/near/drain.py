@@ -33,9 +33,9 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.job_notes import JobNotes
+from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import arrived_bytes
 from megatron_datastates.pipeline.near.room import Room
-from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files
 from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.saving.background import BackgroundThread

@@ -21,6 +21,7 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import (
     SPARE_BYTES,
     free_bytes,
@@ -32,7 +33,6 @@ from megatron_datastates.pipeline.near.places import (
     warn_if_shared,
 )
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
-from megatron_datastates.pipeline.near.saves import NearSave
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration

@@ -21,8 +21,8 @@ from megatron_datastates.pipeline.publishing.directory_publisher import SmallFil
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.runs.branches import Origin
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, StableRecord, file_entries
-from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.pipeline.saving.stable import stable_record
 
 

@@ -17,8 +17,8 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart
-from megatron_datastates.pipeline.saving.save import RankSave
 from megatron_datastates.plan.layout import Layout
 
 LOOK_SECONDS = 0.002

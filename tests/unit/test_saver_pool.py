@@ -19,11 +19,11 @@ from megatron_datastates.engine import memory, staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine, engine_options
 from megatron_datastates.errors import SaveFailedError
-from megatron_datastates.pipeline import savers
+from megatron_datastates.pipeline import saver_pool
 from megatron_datastates.pipeline.parts import part_saver_for
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver, SaveSession
-from megatron_datastates.pipeline.savers import saver_for
+from megatron_datastates.pipeline.saver_pool import saver_for
 from tests.unit.states import OPTIONS, SMALL, data_files
 
 STATE = {"w": torch.arange(1000.0)}
@@ -32,13 +32,13 @@ MANY = 12  # sets of options; more than are kept
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    savers.close_all()
+    saver_pool.close_all()
     yield
-    savers.close_all()
+    saver_pool.close_all()
 
 
 def engines() -> list[StagingEngine]:
-    return [saver._engine for saver in savers._savers.values() if saver._engine is not None]
+    return [saver._engine for saver in saver_pool._savers.values() if saver._engine is not None]
 
 
 def threads() -> int:
@@ -63,7 +63,7 @@ def test_options_that_no_engine_reads_share_an_engine_and_its_threads(tmp_path: 
         save(tmp_path / "c", **SMALL, report_file=str(report), on_failure="warn", link=False)
         assert json.loads(report.read_text())["staging_bytes"] > 0
     assert engines() == [engine] and threads() <= before + 1  # a thread of the last save may be ending
-    assert len(savers._savers) <= savers._KEPT_IDLE + 2
+    assert len(saver_pool._savers) <= saver_pool._KEPT_IDLE + 2
 
 
 @pytest.mark.parametrize("kind", ["Saver", "PartSaver"])
@@ -73,8 +73,8 @@ def test_engines_of_options_that_are_not_used_again_are_closed(tmp_path: Path, k
             save(tmp_path / "c", **limited(number))
         else:
             part_saver_for(Options(**limited(number)))._get_engine()
-    left = {options.write_limit - (1 << 40) for _, options in savers._savers}
-    assert left == set(range(MANY - 1 - savers._KEPT_IDLE, MANY)) and len(engines()) == len(left)
+    left = {options.write_limit - (1 << 40) for _, options in saver_pool._savers}
+    assert left == set(range(MANY - 1 - saver_pool._KEPT_IDLE, MANY)) and len(engines()) == len(left)
 
 
 def test_options_that_were_used_lately_keep_their_engine(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_savers_of_one_engine_are_all_closed(tmp_path: Path, caplog: pytest.LogC
     save(tmp_path / "c", **SMALL)
     for name in ("d", "e"):
         ds.async_save(STATE, tmp_path / name, lazy=True, **SMALL, link=name == "d", lazy_delay=3600.0)
-    savers.close_all()
+    saver_pool.close_all()
     for name in ("d", "e"):
         assert f"the save to {tmp_path / name} was not published" in caplog.text
         assert not data_files(tmp_path / name)
