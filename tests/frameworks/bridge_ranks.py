@@ -150,7 +150,7 @@ def save_as_nemo_rl(root: str, how: str, folder: str) -> None:
             num_floating_point_operations_so_far=0,
             checkpointing_context={},
         )
-        lazy.append(saver_for(Options.from_environment(lazy=False))._unfinished[-1].save.lazy_bytes)
+        lazy.append(saver_for(Options.from_environment(lazy=False))._unfinished[-1].save.plan.lazy_bytes)
         offload_and_reload(training)
         checkpointing.maybe_finalize_async_save(state, ckpt_cfg=state.cfg.checkpoint, blocking=True)
         if dist.get_rank() == 0:

@@ -387,7 +387,14 @@ def enable_twice(root: str, folder: str) -> None:
     )
     job = request.async_fn.publication.save
     request.execute_sync()
-    report(folder, lazy=lazy, stock=stock, error=error, own_lazy=job.lazy_bytes, own_eager=job.eager_bytes)
+    report(
+        folder,
+        lazy=lazy,
+        stock=stock,
+        error=error,
+        own_lazy=job.plan.lazy_bytes,
+        own_eager=job.plan.eager_bytes,
+    )
 
 
 def dtensors_have_stepped(root: str, folder: str) -> None:
