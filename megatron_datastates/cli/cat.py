@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import math
 import pprint
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from megatron_datastates.convert.slices import Slice
     from megatron_datastates.convert.sources.source import Source
 
-_MOST_PRINTED = 1 << 20  # elements
+_MOST_PRINTED = 1 << 20  # elements of a tensor, values of an object
+_DEEPEST = 1000  # level of an object that is looked at; Python's own limit is near
 _DTYPES = ("float32", "float64")
 
 
@@ -146,6 +149,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     value = deserialize_for_display(data, key, _stand_in)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
+    _require_few_values(key, value)
     try:
         if as_json:
             print_json({"key": key, "value": _jsonable(value)})
@@ -153,6 +157,36 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
             say_as_is(value if isinstance(value, str) else pprint.pformat(value, width=80))
     except RecursionError as error:
         raise OptionError(f"object {key!r} cannot be shown: {error}") from error
+
+
+def _require_few_values(key: str, value: Any) -> None:
+    """Raises OptionError if an object has too many values to be printed, each as often as it is referred to.
+
+    A list that holds one list twice, which holds one twice, and so on, has 2^n values in n lists.
+    """
+    left, count = [iter([value])], 0
+    while left:
+        for item in left[-1]:
+            count += 1
+            if count > _MOST_PRINTED:
+                raise OptionError(
+                    f"object {key!r} has more than {_MOST_PRINTED} values, each as often as it would be "
+                    "printed: load it in a program, with megatron_datastates.open"
+                )
+            inner = _values_in(item)
+            if inner and len(left) < _DEEPEST:
+                left.append(iter(inner))
+                break
+        else:
+            left.pop()
+
+
+def _values_in(item: Any) -> Collection[Any]:
+    if isinstance(item, types.SimpleNamespace | argparse.Namespace):
+        item = vars(item)
+    if isinstance(item, dict):
+        return item.values()
+    return item if isinstance(item, list | tuple | set | frozenset | collections.deque) else ()
 
 
 def _stand_in(name: str) -> type:

@@ -157,7 +157,8 @@ def stepped_bytes() -> int:
             values = state.values() if isinstance(state, dict) else ()
             states.update((id(one), _local(one)) for one in values if isinstance(one, torch.Tensor))
     weights = sum(2 * one.numel() for one in parameters.values() if one.element_size() == 4)
-    return weights + sum(one.nbytes for one in (parameters | states).values())
+    stored = (one for one in (parameters | states).values() if one.layout is torch.strided)
+    return weights + sum(one.nbytes for one in stored)
 
 
 def sharded_storages(model: Iterable[torch.nn.Module]) -> set[int]:

@@ -28,6 +28,7 @@ import numpy as np
 from megatron_datastates.errors import UnsafeObjectError
 
 _MAX_KEY_NODES, _MAX_KEY_DEPTH = 10_000, 100  # hashing a tuple hashes all that it holds, however nested
+_KEY_NODE_BYTES = 64  # that hashing one item of a key counts for
 _MAX_UNUSED_ITEM_BYTES = 1 << 20  # numpy allocates one element even for an empty array
 _DTYPE_TEXT = re.compile(r"(?:[biufc]\d{1,2}|[mM]8|[SUV]\d{1,10})")
 _UNITS = {"generic", *"YMWDhms", "ms", "us", "ns", "ps", "fs", "as"}
@@ -94,17 +95,19 @@ def require(condition: object, what: str) -> None:
         raise UnsafeObjectError(f"it makes {what} with arguments that are not accepted")
 
 
-def check_key(key: Any) -> None:
-    """Raises UnsafeObjectError if a key of a dictionary or set would take too long to hash."""
+def check_key(context: PickleContext, key: Any) -> None:
+    """Raises UnsafeObjectError if a key of a dictionary or set, or all keys, would take too long to hash."""
     level = _tuples([key])
     if not level:
         return
     nodes = 0
     for _ in range(_MAX_KEY_DEPTH):
         inner = [item for one in level for item in _tuples(one)]
-        nodes += sum(map(len, level))
+        width = sum(map(len, level))
+        nodes += width
         if nodes > _MAX_KEY_NODES:
             break
+        context.charge(_KEY_NODE_BYTES * width)
         if not inner:
             return
         level = inner
@@ -148,7 +151,7 @@ def _guard_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
     def make(context: PickleContext, items: Any = ()) -> Any:
         require(type(items) in (list, tuple), f"a {kind}")
         for item in items:
-            check_key(item)
+            check_key(context, item)
         return kind(items)
 
     return make
@@ -157,7 +160,7 @@ def _guard_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
 def _ordered(context: PickleContext, items: Any = ()) -> Any:
     require(type(items) in (list, tuple) and all(type(i) in (list, tuple) for i in items), "an OrderedDict")
     for item in items:
-        check_key(item[0] if item else None)
+        check_key(context, item[0] if item else None)
     return collections.OrderedDict(items)
 
 

@@ -240,7 +240,7 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         _require_kind(target, _DICTIONARIES, "dict")
         require(len(items) % 2 == 0, "a dict")
         for at in range(0, len(items), 2):
-            check_key(items[at])
+            check_key(self, items[at])
             target[items[at]] = items[at + 1]
 
     def _text(self) -> None:

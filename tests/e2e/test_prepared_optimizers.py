@@ -107,6 +107,16 @@ def test_saves_of_layer_wise_optimizers_are_prepared_on_all_ranks_or_none(
     assert run(pretraining, MUON, "--load", root).resumed_from(saved) == LAST
 
 
+@needs_muon
+def test_an_error_in_a_collective_call_of_megatrons_ends_all_ranks(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """As in a full save: the other rank waits in that call, and a sum of ours is not what it waits for."""
+    how = [*STAGES, *MUON, *STEPS, *STOP, "--async-save", "--save", str(tmp_path / "ck")]
+    failed = pretraining.fail(*how, environment={"TINY_MUTATION": f"failing_gather:{LAST}:1"})
+    assert "MemoryError: no memory to gather" in failed.log
+
+
 @pytest.mark.parametrize(
     ("how", "without"),
     [

@@ -206,6 +206,18 @@ def replaced_optimizer(model: Any, optimizer: Any) -> None:
 
 
 @mutation
+def failing_gather(model: Any, optimizer: Any) -> None:
+    """Memory is missing in a collective call, as those that make a layer-wise optimizer's state dict."""
+    original = torch.distributed.all_gather_object
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        torch.distributed.all_gather_object = original
+        raise MemoryError("no memory to gather")
+
+    torch.distributed.all_gather_object = fail
+
+
+@mutation
 def switched_off(model: Any, optimizer: Any) -> None:
     """Switches prepared saves off."""
     from megatron_datastates.mcore.training import loop as ours

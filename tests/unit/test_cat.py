@@ -116,6 +116,15 @@ def test_an_object_that_contains_itself_is_not_json(tmp_path):
     assert "Recursion on list" in output_of("cat", tmp_path, "circular")
 
 
+def test_an_object_that_shares_its_parts_is_not_printed_for_ever(tmp_path):
+    shared: list[object] = [0]
+    for _ in range(40):
+        shared = [shared, shared]
+    ds.save({"a": torch.ones(1), "shared": shared}, tmp_path, **SMALL)
+    for arguments in ([], ["--json"]):
+        assert "has more than 1048576 values" in refused("cat", tmp_path, "shared", *arguments)
+
+
 def test_json_output_is_standard_json(tmp_path):
     huge = torch.tensor([1e308, 1e308, -1e308, -1e308], dtype=torch.float64)
     ds.save({"t": huge, "o": [{"x": math.nan, "y": (math.inf,)}]}, tmp_path, **SMALL)

@@ -148,6 +148,12 @@ def nested_key(depth: int, width: bytes) -> bytes:
     return b"\x80\x02})" + levels + b"Ns."
 
 
+def hashed_often(count: int) -> bytes:
+    """Returns the pickle of a dictionary with many entries, each with a key of 9,900 items."""
+    wide = b"(" + b"K\x00" * 99 + b"tq\x010" + b"(" + b"h\x01" * 99 + b"tq\x020"
+    return b"\x80\x02" + wide + b"}(" + b"h\x02N" * count + b"u."
+
+
 CHILD = """
 import json, resource, sys
 from megatron_datastates.errors import UnsafeObjectError
@@ -175,6 +181,7 @@ def test_hostile_objects_are_refused_in_little_memory() -> None:
     cases = {name: archive(pickled, **{"0": bytes(8)}) for name, pickled in HOSTILE.items()}
     cases["a key of 2^60 items"] = archive(nested_key(60, b"\x86"))
     cases["a key that is deeper than a stack"] = archive(nested_key(300_000, b"\x85"))
+    cases["a key that is hashed often"] = archive(hashed_often(2000))
     cases["a compressed pickle"] = archive(bomb, zipfile.ZIP_DEFLATED)
     encoded = json.dumps({name: data.hex() for name, data in cases.items()}).encode()
     done = subprocess.run([sys.executable, "-c", CHILD], input=encoded, capture_output=True, timeout=120)

@@ -40,6 +40,13 @@ def test_a_parameter_of_two_bytes_is_the_weight_itself() -> None:
     del optimizer
 
 
+def test_sparse_states_are_left_out() -> None:
+    optimizer = stepped(torch.nn.Parameter(torch.zeros(1000)))
+    before = fences.stepped_bytes()
+    next(iter(optimizer.state.values()))["sparse"] = torch.zeros(5).to_sparse()
+    assert fences.stepped_bytes() == before
+
+
 def test_what_two_optimizers_share_counts_once() -> None:
     weight = torch.nn.Parameter(torch.zeros(1000))
     inner = stepped(weight)

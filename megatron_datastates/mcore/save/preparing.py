@@ -93,6 +93,10 @@ def _generate_thin(
     Args:
         must_agree: the optimizer makes collective calls when it is asked for its state: then all ranks ask,
             or none. From there on, nothing of ours fails that could have been found out before.
+
+    Raises:
+        Exception: Megatron's code failed while it made such calls. Others wait in them, as in a full save:
+            a sum that asks for one would not be what they wait for.
     """
     preparation = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
     has_asked = False
@@ -108,7 +112,7 @@ def _generate_thin(
 
     thin = None
     if preparation is not None:
-        with _noting():
+        with _noting(unless=lambda: must_agree and has_asked):
             preparation.require_conditions(call)
             saving.thin = preparation
             optimizers = optimizers_in(call["optimizer"])
@@ -183,15 +187,20 @@ def obstacle() -> str:
 
 
 @contextlib.contextmanager
-def _noting() -> Iterator[None]:
+def _noting(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Logs why something cannot be prepared, each reason once, and notes it for the report.
 
     No error in here may end a training: a full save needs nothing of this.
+
+    Args:
+        unless: whether errors that are not ours are raised all the same.
     """
     try:
         yield
     except Exception as error:
         is_known = isinstance(error, UnprovableError)
+        if not is_known and unless():
+            raise
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"
         if _saving is not None:
             _saving.obstacle = reason
