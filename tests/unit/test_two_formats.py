@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
-from megatron_datastates.errors import NotACheckpointError
+from megatron_datastates.errors import NotACheckpointError, SaveFailedError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.runs.runs import format_of
@@ -98,6 +98,42 @@ def test_metadata_json_says_what_counts_where_it_is(tmp_path: Path) -> None:
     metadata.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     with pytest.raises(NotACheckpointError, match=BOTH):
         loaded("ds.save", tmp_path)
+
+
+TORCH_DIST_METADATA = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'  # Megatron's
+
+
+def test_a_save_replaces_a_checkpoint_of_megatrons(how: str, tmp_path: Path) -> None:
+    save_by_dcp(tmp_path, 1)
+    (tmp_path / "metadata.json").write_text(TORCH_DIST_METADATA)
+    save_by_ours(how, tmp_path, 2)
+    assert format_of(tmp_path) == "datastates" and loaded(how, tmp_path) == 2
+    code, out, _ = run("verify", tmp_path)
+    assert code == 0 and "good" in out
+    save_by_dcp(tmp_path, 3)
+    with pytest.raises((NotACheckpointError, CheckpointException), match=BOTH):
+        loaded(how, tmp_path)
+
+
+@pytest.mark.parametrize("faults", ["rename manifest:1:EIO", "durable manifest:1:EIO"])
+def test_the_old_one_counts_until_metadata_json_is_gone(faults: str, tmp_path: Path) -> None:
+    save_by_dcp(tmp_path, 1)
+    old = names(tmp_path)
+    (tmp_path / "metadata.json").write_text(TORCH_DIST_METADATA)
+    with pytest.raises(SaveFailedError):
+        ds.save(state(2), tmp_path, **SMALL, faults=faults)
+    assert old < names(tmp_path) and format_of(tmp_path) == "torch_dist"
+    target = state(0)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert float(target["w"].unique()) == 1
+    ds.save(state(3), tmp_path, **SMALL)
+    assert loaded("ds.save", tmp_path) == 3
+
+
+def test_a_save_leaves_a_metadata_json_of_ours(how: str, tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text(TORCH_DIST_METADATA.replace("torch_dist", "datastates"))
+    save_by_ours(how, tmp_path, 1)
+    assert "metadata.json" in names(tmp_path) and loaded(how, tmp_path) == 1
 
 
 def test_a_repaired_checkpoint_counts(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Publishes a checkpoint: writes index, manifest and metadata.json beside data files that are durable.
 
-In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py. In an
-object store it is also the last object that is written: metadata.json precedes it. Nothing is removed there
-after a failure: what no manifest names, `datastates prune` removes.
+In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py. A
+save that writes no metadata.json removes one that names another format: until then, that checkpoint is whole
+and counts, and afterwards what the manifest says that it replaced does not.
+In an object store it is also the last object that is written: metadata.json precedes it. Nothing is removed
+there after a failure: what no manifest names, `datastates prune` removes.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
+from megatron_datastates.engine.atomic_files import remove_replaced, sync_directory, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object, sha256_of
-from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publishing.presence import (
@@ -28,6 +30,7 @@ from megatron_datastates.pipeline.publishing.presence import (
     require_published,
     sync_above,
 )
+from megatron_datastates.pipeline.runs.runs import stored_backend
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class SmallFiles:
 
     manifest: Manifest
     index: bytes
-    metadata: bytes  # of metadata.json; no such file is written if empty
+    metadata: bytes  # of metadata.json; if empty, none is written, and one of another format is removed
 
 
 class DirectoryPublisher:
@@ -123,3 +126,6 @@ class DirectoryPublisher:
         content = self._files.metadata
         if content and not holds_exactly(path, content):
             write_whole(path, content, self._faults, self._save_id)
+        elif not content and not is_object(path) and stored_backend(path.parent) not in (None, BACKEND):
+            path.unlink()
+            sync_directory(path.parent)  # before anything that it describes is removed

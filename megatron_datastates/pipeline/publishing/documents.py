@@ -35,7 +35,7 @@ class PublicationExtras:
     other_files: tuple[str, ...] = ()
     # Patterns of files of a checkpoint in another format that this one replaces.
     superseded: tuple[str, ...] = ()
-    metadata: bytes = b""  # of metadata.json; no such file is written if empty
+    metadata: bytes = b""  # see SmallFiles
     origin: Origin | None = None  # what the job resumed from, if that is known
 
 
