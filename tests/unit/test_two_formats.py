@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,28 @@ def test_the_old_one_counts_until_metadata_json_is_gone(faults: str, tmp_path: P
     assert float(target["w"].unique()) == 1
     ds.save(state(3), tmp_path, **SMALL)
     assert loaded("ds.save", tmp_path) == 3
+
+
+@pytest.mark.parametrize("is_of_megatron", [True, False])
+def test_the_error_says_which_one_is_later_and_which_one_loads(is_of_megatron: bool, tmp_path: Path) -> None:
+    ds.save(state(1), tmp_path, **SMALL)
+    save_by_dcp(tmp_path, 2)
+    if is_of_megatron:
+        (tmp_path / "metadata.json").write_text(TORCH_DIST_METADATA)
+    os.utime(tmp_path / "datastates.manifest", (0, 86400))
+    os.utime(tmp_path / ".metadata", (0, 2 * 86400))
+    code, _, reported = run("verify", tmp_path)
+    times = ".metadata was written 1970-01-03 00:00:00 UTC, datastates.manifest 1970-01-02 00:00:00 UTC"
+    assert code == 2 and times in reported
+    assert ("names torch_dist, so Megatron loads the former" in reported) is is_of_megatron
+    removed = ["metadata.json", ".metadata"] if is_of_megatron else [".metadata"]
+    assert f"remove datastates.manifest, or {' and '.join(removed)}" in reported
+    kept = Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-kept")))
+    (kept / "datastates.manifest").unlink()
+    assert run("verify", kept)[0] == 0
+    for name in removed:
+        (tmp_path / name).unlink()
+    assert run("verify", tmp_path)[0] == 0 and loaded("ds.save", tmp_path) == 1
 
 
 def test_a_save_leaves_a_metadata_json_of_ours(how: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import json
 import os
@@ -176,11 +177,26 @@ def require_counts(directory: Path) -> None:
     if is_object(directory) or not (directory / TORCH_DIST_INDEX).exists():
         return
     if format_of(directory) == TORCH_DIST:
+        is_named = stored_backend(directory) is not None
+        which = (
+            f"names {TORCH_DIST}, so Megatron loads the former" if is_named else "does not say which counts"
+        )
+        at = _written(directory / TORCH_DIST_INDEX), _written(directory / MANIFEST_NAME)
         raise NotACheckpointError(
             f"{directory} holds two checkpoints: {TORCH_DIST_INDEX} is of torch_dist or DCP, and no save of "
-            "ours has replaced it. Load that one, with DCP's FileSystemReader or after `datastates convert`; "
-            f"or, if {MANIFEST_NAME} is the later one, remove {TORCH_DIST_INDEX}"
+            f"ours has replaced it. {TORCH_DIST_INDEX} was written {at[0]}, {MANIFEST_NAME} {at[1]}; "
+            f"{METADATA_NAME} {which}. Load the former with DCP's FileSystemReader or after `datastates "
+            f"convert`; to keep only the later one, remove {MANIFEST_NAME}, or "
+            f"{f'{METADATA_NAME} and ' if is_named else ''}{TORCH_DIST_INDEX}"
         )
+
+
+def _written(path: Path) -> str:
+    try:
+        at = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+    except OSError:
+        return "at an unknown time"
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def require_readable(directory: str | os.PathLike[str]) -> None:
