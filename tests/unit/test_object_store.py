@@ -308,7 +308,10 @@ def test_damage_in_the_store_is_found(store: ObjectStore, tmp_path: Path) -> Non
     data[5 << 20] ^= 1
     stores.write(path, bytes(data))
     (fault,) = verify(nodes.directory(1)).faults
-    assert fault == f"{path}: the block at byte offset {5 << 20} is corrupt; it holds data of 'w1'"
+    assert fault == (
+        f"{path}, which rank 1 wrote, is corrupt: the 1 MiB block at byte offset {5 << 20} has a wrong "
+        "checksum. It holds data of 'w1'."
+    )
     with pytest.raises(CorruptDataError, match="w1"):
         checkpoint.read_tensor("w1")
     assert bits(checkpoint.read_tensor("w1", [0], [1000])) == bits(

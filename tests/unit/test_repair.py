@@ -224,7 +224,7 @@ def test_an_index_under_another_name_is_refused(directory):
 def test_a_corrupt_block_is_refused(directory):
     lose(directory)
     flip(data_files(directory)[0], (1 << 20) + 5000)
-    assert f"byte offset {1 << 20} is corrupt" in refusal(directory)
+    assert f"byte offset {1 << 20} has a wrong checksum" in refusal(directory)
 
 
 def test_files_of_two_saves_are_refused(directory):

@@ -16,12 +16,12 @@ import pytest
 import megatron_datastates as ds
 from megatron_datastates.engine import reader
 from megatron_datastates.engine.reader import read_footer
-from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.errors import CorruptDataError, FormatError, StorageError
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
-from tests.unit.by_hand import SAVE, Part, data_file, file_entry, index_of, write_checkpoint
+from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole
 
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_read_does_not_keep_others_from_being_checked(tmp_
     verdict = verify(tmp_path, options=options, progress=reported.append)
     first, second = verdict.faults
     assert SAVE.data_file_name(0) in first and "Input/output error" in first
-    assert SAVE.data_file_name(1) in second and f"byte offset {3 << 20} is corrupt" in second
+    assert SAVE.data_file_name(1) in second and f"byte offset {3 << 20} has" in second
     assert sum(reported) == verdict.bytes_checked == 4 << 20
 
 
@@ -172,8 +172,25 @@ def test_the_first_of_many_bad_blocks_are_named_and_the_others_counted(tmp_path)
     data[5:size:BLOCK_BYTES] = b"\1" * blocks
     path.write_bytes(data)
     reported = faults(tmp_path)
-    assert sum("the block at byte offset" in fault for fault in reported) == 16
+    assert sum("the 1 MiB block at byte offset" in fault for fault in reported) == 16
     assert reported[-1] == f"{path}: 24 more of its blocks are corrupt"
+
+
+def test_a_bad_block_is_described_as_a_load_describes_it(tmp_path):
+    keys = [fragment(key, [8], [0], [8]) for key in "abcdef"]
+    places = [(key, 1, 4096 + 8 * at) for at, key in enumerate(keys)]
+    write_checkpoint(tmp_path, [Part(), Part(pieces=[(4096, A * 6)])], index_of(places))
+    path = tmp_path / SAVE.data_file_name(1)
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    (fault,) = faults(tmp_path)
+    assert fault == (
+        f"{path}, which rank 1 wrote, is corrupt: the 1 MiB block at byte offset 0 has a wrong checksum. "
+        "It holds data of 'a', 'b', 'c', 'd' and 2 more."
+    )
+    with pytest.raises(CorruptDataError, match=re.escape(fault)):
+        read(tmp_path, "a")
 
 
 class FailingFile:

@@ -63,7 +63,7 @@ def describe_blocks(checkpoint: OpenFiles, bad_blocks: Sequence[tuple[int, int]]
     for file, block in bad_blocks:
         by_file[file].append(block)
     described = [
-        _describe_file(checkpoint, file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]
+        describe_in_file(checkpoint, file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]
     ]
     more = f" So are {len(by_file) - _MOST_NAMED} more files." if len(by_file) > _MOST_NAMED else ""
     these = "this block" if len(bad_blocks) == 1 else "these blocks"
@@ -73,7 +73,8 @@ def describe_blocks(checkpoint: OpenFiles, bad_blocks: Sequence[tuple[int, int]]
     )
 
 
-def _describe_file(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) -> str:
+def describe_in_file(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) -> str:
+    """Names a data file, the rank that wrote it, and what is in its blocks whose checksums differ."""
     places = some_of([str(block * BLOCK_BYTES) for block in blocks], _MOST_NAMED)
     keys = _listed(keys_in_blocks(checkpoint, file, blocks))
     rank = checkpoint.manifest.files[file].rank

@@ -32,10 +32,10 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import optimizer_state
-from megatron_datastates.pipeline.runs.damage import keys_in_blocks
+from megatron_datastates.pipeline.runs.damage import describe_in_file
 from megatron_datastates.pipeline.upkeep.verify_tail import (
     Owners,
     content_faults,
@@ -378,9 +378,6 @@ def _check_blocks(
         path, blocks = checkpoint.file_path(file), bad[file]
         listed = blocks[:_MOST_BLOCKS]
         for block in listed:
-            keys = ", ".join(map(repr, keys_in_blocks(checkpoint, file, [block])[:4])) or "no tensor"
-            verdict.faults.append(
-                f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
-            )
+            verdict.faults.append(describe_in_file(checkpoint, file, [block]))
         if len(blocks) > len(listed):
             verdict.faults.append(f"{path}: {len(blocks) - len(listed)} more of its blocks are corrupt")
