@@ -56,6 +56,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     Example: datastates ls runs/gpt
     """
     from megatron_datastates.convert.look import look_at_others, look_at_run
+    from megatron_datastates.pipeline.runs.run_folders import why_no_run
     from megatron_datastates.pipeline.runs.runs import is_published
 
     try:
@@ -67,13 +68,9 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
         cannot(error)
     if as_json:
         print(json.dumps([_plain(look) | _near_files(look, root, near) for look in looks]))
-    if not looks and is_published(root):
-        cannot(
-            NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: use `datastates show`")
-        )
     held = near_iterations(near_run(near, root)) if near else {}
     if not looks and not held:
-        cannot(NotACheckpointError(f"{root} holds no checkpoint: no directory in it is one"))
+        cannot(NotACheckpointError(why_no_run(root)))
     if not as_json:
         _print(looks)
         if runs:

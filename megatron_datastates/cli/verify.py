@@ -115,12 +115,11 @@ def _all_of_run(directory: Path) -> list[Path]:
     from megatron_datastates.pipeline.runs.run_folders import (
         checkpoint_directories,
         is_run,
-        other_checkpoints,
+        why_no_run,
     )
 
     if not is_run(directory):
-        others = other_checkpoints(directory)
-        raise NotACheckpointError(f"--all: {directory} is not the directory of a run{others}")
+        raise NotACheckpointError(f"--all: {why_no_run(directory)}")
     found = checkpoint_directories(directory)
     if not found:
         raise NotACheckpointError(f"--all: {directory} holds no checkpoint: it has no directory iter_*")

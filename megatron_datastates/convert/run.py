@@ -27,7 +27,7 @@ from megatron_datastates.errors import (
     describe_error,
 )
 from megatron_datastates.files import path_of, real_path
-from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, other_checkpoints
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, why_no_run
 from megatron_datastates.pipeline.runs.runs import is_complete
 
 FULLY_RESHARDABLE = "fully-reshardable"
@@ -181,10 +181,7 @@ def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str
         raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
     names = [path.name for path in checkpoint_directories(source)]
     if not names:
-        others = other_checkpoints(source)
-        raise StorageError(
-            f"{source} contains no iter_* directories: choose the --save directory of a run{others}"
-        )
+        raise StorageError(why_no_run(source))
     found = {name: _try_open(source / name) for name in names}
     formats = {one.format for one in found.values() if isinstance(one, Source)}
     wanted = {format or default_format(one, target) for one in formats}

@@ -25,7 +25,7 @@ from megatron_datastates.convert.views import Tensors, same_keys, view
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, other_checkpoints
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, why_no_run
 
 if TYPE_CHECKING:
     import torch
@@ -115,9 +115,7 @@ def open_run(run: Path) -> list[Step]:
         StorageError, OSError: it cannot be listed.
     """
     if not is_run(run):
-        raise NotACheckpointError(
-            f"{run} is not the directory of a run: it has no directory iter_*{other_checkpoints(run)}"
-        )
+        raise NotACheckpointError(why_no_run(run))
     steps, sources = [], []
     for path in checkpoint_directories(run):
         step, source = _open(path)

@@ -377,7 +377,7 @@ def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
             ["{source}", "{tmp}/made", "--memory", "1MiB"],
             "--memory: 1048576 bytes are too few for a conversion: expected at least 66MiB",
         ),
-        (["{tmp}", "{tmp}/made", "--all"], "contains no iter_"),
+        (["{tmp}", "{tmp}/made", "--all"], "has no directory iter_*"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(

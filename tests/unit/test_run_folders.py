@@ -30,6 +30,7 @@ from tests.unit.inspecting import output_of, refused
 from tests.unit.trained import STACKED, TRACKER, WEIGHT, save_run_of, save_trained
 
 FORMATS = ("datastates", "torch_dist")
+OF_A_RUN = ("ls", "trend", "prune --keep-last 1", "verify --all")  # commands
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +163,28 @@ def test_a_run_stands_for_what_its_tracker_names(a_run: Path, tmp_path: Path):
 
 def test_a_run_without_a_choice_is_refused(a_run: Path):
     assert "has no iteration 7: it has 5, 10" in refused("show", a_run, "--iteration", 7)
-    assert "is not the directory of a run" in refused("show", a_run / "iter_0000005", "--iteration", 5)
+    assert "is a checkpoint, not the" in refused("show", a_run / "iter_0000005", "--iteration", 5)
     (a_run / TRACKER).write_text("7")
     assert "names iter_0000007, which is missing: choose another by --iteration" in refused("show", a_run)
     (a_run / TRACKER).unlink()
     assert "choose one by --iteration; it has 5, 10" in refused("show", a_run)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("command", OF_A_RUN)
+def test_where_a_run_is_needed_a_checkpoint_is_called_one(command: str, format: str, both: Path) -> None:
+    name, *more = command.split()
+    given = both / format / "iter_0000005"
+    assert f"{given} is a checkpoint, not the directory of a run" in refused(name, given, *more)
+
+
+@pytest.mark.parametrize("command", [*OF_A_RUN, "show", "verify", "show --iteration 5"])
+def test_runs_one_level_below_what_is_given_are_named(command: str, both: Path, tmp_path: Path) -> None:
+    name, *more = command.split()
+    (tmp_path / "logs").mkdir()
+    shutil.copytree(both / "datastates", tmp_path / "checkpoints")
+    code, printed, reported = run(name, tmp_path, *more)
+    assert code == 2 and f". It has runs: {tmp_path / 'checkpoints'}" in printed + reported
 
 
 def test_a_run_without_checkpoints_is_not_good(tmp_path: Path):

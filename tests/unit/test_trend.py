@@ -201,7 +201,7 @@ def test_without_a_readable_checkpoint_there_is_an_error(ours: Path, tmp_path: P
         cut_file(directory)
     for arguments, expected in [
         ((ours,), "no checkpoint of"),
-        ((ours / "iter_0000010",), "is not the directory of a run"),
+        ((ours / "iter_0000010",), "is a checkpoint, not the directory of a run"),
         ((tmp_path / "nowhere",), "does not exist"),
         ((ours, "--memory", "1023KiB"), "expected at least 1MiB"),
         ((ours, "--plot", tmp_path / "no" / "trend.png"), "is not a directory"),

@@ -5,11 +5,13 @@ Nothing here imports torch or the native module.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, some_of
-from megatron_datastates.files import TRACKER_BYTES, folders_in, names_in, read_regular
+from megatron_datastates.files import TRACKER_BYTES, folders_in, is_object, names_in, read_regular
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TORCH_DIST_INDEX,
@@ -44,7 +46,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
     """
     if not is_run(directory):
         if iteration is not None and directory.is_dir():
-            raise OptionError(f"--iteration {iteration}: {directory} is not the directory of a run")
+            raise OptionError(f"--iteration {iteration}: {why_no_run(directory)}")
         return Chosen(directory)
     if iteration is not None:
         found = directory / iteration_name(iteration)
@@ -79,9 +81,13 @@ def is_run(directory: Path) -> bool:
         return False
     except OSError as error:
         raise _not_listed(directory, error) from error
-    if TORCH_DIST_INDEX in names or any(map(is_own_file_name, names)) or stored_backend(directory):
+    if _is_checkpoint(directory, names):
         return False
     return TRACKER_NAME in names or any(is_checkpoint_name(name) for name in names)
+
+
+def _is_checkpoint(directory: Path, names: Collection[str]) -> bool:
+    return bool(TORCH_DIST_INDEX in names or any(map(is_own_file_name, names)) or stored_backend(directory))
 
 
 def has_folder(run: Path, name: str) -> bool:
@@ -104,16 +110,34 @@ def _not_listed(directory: Path, error: OSError) -> StorageError:
     )
 
 
-def other_checkpoints(directory: Path) -> str:
-    """Returns, for messages, which checkpoints a directory has whose names are no iteration's; or nothing."""
+def why_no_run(directory: Path) -> str:
+    """Says, for commands that need a run, what a directory without iterations is, or has, instead."""
+    with contextlib.suppress(OSError):
+        if _is_checkpoint(directory, names_in(directory)):
+            advice = "give that, or use `datastates show`"
+            return f"{directory} is a checkpoint, not the directory of a run: {advice}"
+    return f"{directory} is not the directory of a run: it has no directory iter_*{what_is_below(directory)}"
+
+
+def what_is_below(directory: Path) -> str:
+    """Returns, for messages, which runs a directory has, or checkpoints of other names; or nothing."""
     try:
         names = sorted(name for name in folders_in(directory) if not is_checkpoint_name(name))
-        names = [name for name in names if (directory / name / MANIFEST_NAME).is_file()]
+        checkpoints = [name for name in names if (directory / name / MANIFEST_NAME).is_file()]
     except OSError:
         return ""
-    if not names:
-        return ""
-    return f". It has checkpoints of other names: {some_of(names, _MOST_NAMED)}"
+    if checkpoints:
+        return f". It has checkpoints of other names: {some_of(checkpoints, _MOST_NAMED)}"
+    runs = [] if is_object(directory) else [directory / name for name in names]  # each costs requests
+    runs = [path for path in runs if _is_seen_as_run(path)]
+    return f". It has runs: {some_of([str(path) for path in runs], _MOST_NAMED)}" if runs else ""
+
+
+def _is_seen_as_run(path: Path) -> bool:
+    try:
+        return is_run(path)
+    except StorageError:
+        return False
 
 
 def is_checkpoint_name(name: str) -> bool:

@@ -28,7 +28,7 @@ from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing.presence import missing_data_files
 from megatron_datastates.pipeline.runs.history import by_branch
-from megatron_datastates.pipeline.runs.run_folders import other_checkpoints
+from megatron_datastates.pipeline.runs.run_folders import why_no_run
 from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, find_iterations, require_tracked
 from megatron_datastates.pipeline.upkeep.left_overs import (
     MIN_AGE_SECONDS,
@@ -116,8 +116,7 @@ def plan_prune(
         verb = "listed" if where == str(path) else "read"
         raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
     if not found and not uploads:
-        other = other_checkpoints(path)
-        raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*){other}")
+        raise NotACheckpointError(why_no_run(path))
     tracked = require_tracked(path / TRACKER_NAME)
     wanted = found if again is None else [one for one in found if one.path == again[0].path]
     complaints = {one.path: _complaint(one, others) for one in wanted}
