@@ -172,6 +172,31 @@ def test_a_report_file_that_cannot_be_written_is_warned_of(
     assert ("no report can be written there now" in caplog.text) == is_warned
 
 
+@pytest.mark.parametrize(
+    ("load", "more", "advice"),
+    [
+        ("iter_0000004", {}, "Pass --load {} --ckpt-step 4"),
+        ("iter_0000004/", {}, "Pass --load {} --ckpt-step 4"),
+        ("release", {}, "Pass the directory of its run"),
+        ("iter_0000004", {"rank": 1}, ""),
+        ("iter_0000004", {"ckpt_step": 4}, ""),  # Megatron ends with an error
+        (".", {}, ""),
+        ("no", {}, ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["datastates.manifest", "metadata.json"])
+def test_a_checkpoint_in_place_of_a_run_is_warned_of(
+    caplog, tmp_path, name: str, load: str, more: dict[str, int], advice: str
+) -> None:
+    for directory in (tmp_path, tmp_path / "iter_0000004", tmp_path / "release"):
+        directory.mkdir(exist_ok=True)
+        (directory / name).write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    arguments.warn_of_checkpoint_as_run(namespace(load=f"{tmp_path}/{load}", **more))
+    assert bool(advice) == ("Megatron starts from random weights" in caplog.text)
+    assert advice.format(tmp_path) in caplog.text
+
+
 def test_arguments_are_adopted_once():
     args = namespace(ckpt_format="datastates")
     assert adopt(args) and adopt(args)

@@ -8,6 +8,7 @@ given are not stored.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -21,6 +22,8 @@ from megatron_datastates import stores
 from megatron_datastates.config import Options, OptionSpec
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.files import is_object, path_of
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
+from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
 
 logger = logging.getLogger(__name__)
 FORMAT = "datastates"
@@ -281,6 +284,24 @@ def warn_of_report_file(args: Any, options: Options) -> None:
     logger.warning(
         "--datastates-report-file %s: no report can be written there now, as %s", options.report_file, reason
     )
+
+
+def warn_of_checkpoint_as_run(args: Any) -> None:
+    """Logs a warning on rank 0 if --load is a checkpoint: Megatron finds no tracker in it, and goes on."""
+    given = getattr(args, "load", None)
+    if not given or getattr(args, "ckpt_step", None) or getattr(args, "rank", 0) != 0:
+        return
+    path = path_of(given)
+    with contextlib.suppress(OSError):
+        if not (is_published(path) or stored_backend(path)) or has_file(path / TRACKER_NAME):
+            return
+        iteration = iteration_in_name(path.name)
+        step = f"--load {path.parent} --ckpt-step {iteration}" if iteration else "the directory of its run"
+        logger.warning(
+            "--load %s is a checkpoint, and has no tracker: Megatron starts from random weights. Pass %s",
+            given,
+            step,
+        )
 
 
 def _nvrx_is_usable() -> bool:

@@ -21,6 +21,7 @@ from megatron_datastates.mcore.training.arguments import (
     options_of,
     settle,
     validate_without_worker,
+    warn_of_checkpoint_as_run,
     warn_of_deadline,
     warn_of_report_file,
 )
@@ -192,6 +193,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         check_object_stores(args)
         settle(args)
         options = options_of(args)
+        warn_of_checkpoint_as_run(args)
         warn_of_deadline(args, options)
         warn_of_report_file(args, options)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save
