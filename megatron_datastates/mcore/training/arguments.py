@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options, OptionSpec
-from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.errors import DataStatesError, OptionError, StorageError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
@@ -292,7 +292,7 @@ def warn_of_checkpoint_as_run(args: Any) -> None:
     if not given or getattr(args, "ckpt_step", None) or getattr(args, "rank", 0) != 0:
         return
     path = path_of(given)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, DataStatesError):  # a load says more
         if not (is_published(path) or stored_backend(path)) or has_file(path / TRACKER_NAME):
             return
         iteration = iteration_in_name(path.name)
