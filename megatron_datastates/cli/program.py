@@ -11,6 +11,7 @@ from typing import NoReturn
 import click
 
 _NAME = "datastates"
+_NEEDED = ("torch", "numpy")  # by commands that read tensors or objects
 _COMPLETION = "_DATASTATES_COMPLETE"  # the environment variable that the shells' scripts set
 
 
@@ -75,4 +76,13 @@ def run_program() -> NoReturn:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        command = f"{_NAME} {sys.argv[1]}"
+        print(
+            f"{command} needs {error.name}, which is not installed here: pip install {error.name}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     sys.exit(0)
