@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import warnings
@@ -58,13 +59,22 @@ def app() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def _keep_imports_quiet() -> None:
+    """Keeps what others warn of from standard error, which is for what a user has to know."""
+    warnings.filterwarnings(
+        "ignore", "ComplexHalf support is experimental"
+    )  # torch's, at the first such tensor
+    # Of packages that make no difference to a command: stored objects may need an import of megatron.core.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
 def run_program() -> NoReturn:
     """Runs a command line; raises SystemExit.
 
     Does what click's `main` does, but lets interrupts and errors pass, which entry.py reports.
     """
-    # Torch's, at the first such tensor: standard error is for what a user has to know.
-    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    _keep_imports_quiet()
     instruction = os.environ.get(_COMPLETION)
     if instruction:
         sys.exit(_complete(instruction))
