@@ -264,3 +264,10 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
     assert f"| {what} | 15 ms | 769 ms |" in text
     assert "20 iterations end to end (12.3 s without saves) | 14.6 s | 769.0 s |" in text
     assert "2027-01-02; torch 2.11.0" in text and "2027-01-03" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_asynchronous_saves_of_torch_dist_are_named_with_the_worker_that_they_need(page: Path) -> None:
+    """Without it, Megatron-Core 0.19 saves synchronously, and a comparison would be unfair."""
+    for command in re.findall(r"`[^`]*--ckpt-format torch_dist[^`]*--async-save[^`]*`", page.read_text()):
+        assert "--use-persistent-ckpt-worker" in command
