@@ -118,6 +118,22 @@ def test_the_table_of_commands_has_all_of_them() -> None:
     assert listed and listed == set(named_in_table())
 
 
+def test_the_table_of_exit_codes_has_what_the_help_texts_say() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    row = "".join(re.findall(r"^\| 1 \| .*$", page, re.MULTILINE))
+    codes = {
+        name: re.search(r"; 1 (.*?); 2", command.help or "", re.DOTALL)
+        for name, command in app.commands.items()
+    }
+    others = {name for name, code in codes.items() if code and not re.search("damaged|differ", code[1])}
+    assert {"prune", "trend", "verify"} <= others
+    assert (
+        all(f"`{name}`" in row for name in others)
+        and "`convert --all`" in row
+        and "`convert --verify`" in row
+    )
+
+
 def test_the_table_of_options_is_up_to_date() -> None:
     assert run("options", "--markdown")[1] in (ROOT / "docs" / "options.md").read_text()
 
