@@ -168,8 +168,9 @@ def _made(
 ) -> Plan:
     sizes = {name: given.get(name) or arguments.number(flag, 1) for name, flag in _FLAGS.items()}
     if not given.get("expert_tensor") and not arguments.text(_FLAGS["expert_tensor"], ""):
-        # Megatron's default; without experts neither matters.
-        sizes["expert_tensor"] = sizes["tensor"] if arguments.has("num-experts") else 1
+        # Megatron's default; without experts neither matters, and --params says nothing of them.
+        has_experts = parameters is None and arguments.has("num-experts")
+        sizes["expert_tensor"] = sizes["tensor"] if has_experts else 1
     grid = Grid(data=data, **sizes)
     if parameters is not None:
         known = read_arguments([], ["--bf16", "--use-distributed-optimizer"])

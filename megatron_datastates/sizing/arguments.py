@@ -41,6 +41,7 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
 _HARMLESS = {"spec": ("local",), "softmax-type": ("vanilla", "off-by-one")}
 _NOTHING = ("none", "null", "~")  # Python's and YAML's words for a flag that is not given
 _OFF = ("false", "no", "off", "0")
+BY_PARAMETERS = "give --params 671B and the parallel sizes for an estimate that spreads parameters evenly"
 
 
 class Arguments:
@@ -51,9 +52,14 @@ class Arguments:
             flag: value for flag, value in values.items() if (value or "").lower() not in _NOTHING
         }
         self._asked: set[str] = set()
+
+    def require_formulas(self) -> None:
+        """Raises OptionError if a flag changes the model in a way that the formulas do not cover."""
         for flag in sorted(_UNKNOWN & self._values.keys()):
             if (self._values[flag] or "").lower() not in (*_OFF, *_HARMLESS.get(flag, ())):
-                raise OptionError(f"--{flag}: `datastates plan` has no formula for models with it")
+                raise OptionError(
+                    f"--{flag}: `datastates plan` has no formula for models with it; {BY_PARAMETERS}"
+                )
 
     def has(self, flag: str) -> bool:
         """Returns whether a flag is set, and not to a word for off."""

@@ -11,7 +11,7 @@ import dataclasses
 import math
 
 from megatron_datastates.errors import OptionError
-from megatron_datastates.sizing.arguments import Arguments
+from megatron_datastates.sizing.arguments import BY_PARAMETERS, Arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
     if len(layers) % pipeline_parallel:
         raise OptionError(
             f"--num-layers {len(layers)}: expected a multiple of the pipeline-parallel size "
-            f"{pipeline_parallel}"
+            f"{pipeline_parallel}; {BY_PARAMETERS}"
         )
     each = len(layers) // pipeline_parallel
     found = [sum(layers[first : first + each], Parameters()) for first in range(0, len(layers), each)]

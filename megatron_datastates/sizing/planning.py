@@ -160,6 +160,7 @@ def _check(grid: Grid) -> None:
 
 def plan_arguments(arguments: Arguments, grid: Grid, storage: Storage, copy_rate: float) -> Plan:
     """Returns the plan of a model that Megatron's arguments describe. Raises OptionError."""
+    arguments.require_formulas()
     precision = precision_of(arguments)
     _check(grid)
     parts = stages(arguments, grid.tensor, grid.pipeline)
@@ -186,7 +187,7 @@ def plan_parameters(
     notes = [
         "parameters: split evenly over all ranks; embeddings, and copies on tensor-parallel ranks, are "
         "left out",
-        f"objects and tensors: as of a model with {layers} layers",
+        f"objects and tensors: as of a model with {layers} layers, a guess from --params",
         _precision_note(precision),
     ]
     stage = Stage(

@@ -292,6 +292,39 @@ def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words: list[str], re
     assert (code, out) == (2, "") and reason in err and err.count("\n") == 1
 
 
+MLA = ["--num-layers", "61", "--multi-latent-attention", "--pipeline-model-parallel-size", "16"]
+
+
+def test_with_a_number_of_parameters_the_model_in_the_arguments_has_no_effect() -> None:
+    words = [
+        "--num-experts",
+        "256",
+        "--spec",
+        "a",
+        "b",
+        "--tensor-model-parallel-size",
+        "2",
+        "--optimizer",
+        "muon",
+    ]
+    options = ["--params", "671B", "--dp", 8, "--ep", 16]
+    code, out, err = run("plan", *options, "--", *MLA, *words)
+    assert (code, err) == (0, "") and "ranks           256 on 32 nodes" in out
+    assert (
+        "without an effect here: --multi-latent-attention, --num-experts, --num-layers, --optimizer, --spec"
+        in out
+    )
+    assert "model with 151 layers, a guess from --params" in out
+
+
+@pytest.mark.parametrize("words", [MLA, ["--pipeline-model-parallel-size", "5"]], ids=["formula", "layers"])
+def test_a_model_without_a_formula_can_be_estimated_from_its_parameters(words: list[str]) -> None:
+    code, _, err = run("plan", "--", *GPT_2, *words)
+    assert code == 2 and err.endswith(
+        "; give --params 671B and the parallel sizes for an estimate that spreads parameters evenly\n"
+    )
+
+
 def test_a_model_that_is_no_whole_number_of_layers_is_refused() -> None:
     with pytest.raises(OptionError):
         parameters([*GPT_2, "--num-layers", "0"])
