@@ -18,6 +18,7 @@ from megatron_datastates.sizing.model import Parameters, check_divisions, stages
 # and 3,084 for 7.1 (benchmarks/results/training.json, "in turns"): 1.2 us a tensor. On an H100, 1,164 held it
 # for 9.2 ms (gpu-h100-80gb-hbm3-2026-11-26.json): 8 ms and those.
 HELD_MS, HELD_MICROSECONDS = 8.0, 1.2
+_SMALLER_THAN_ADAM = ("muon", "dist_muon")  # momentum for matrices, Adam's moments for all else
 POOL_SHARE = 0.25  # of the free memory of a node; engine/memory.py
 _RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and header
 _LAYER_OBJECT_BYTES = 5 << 10  # extra state of a layer
@@ -104,7 +105,10 @@ def precision_of(arguments: Arguments) -> Precision:
     optimizer = arguments.text("optimizer", "adam")
     moments = {"adam": 2, "sgd": 1}.get(optimizer)
     if moments is None:
-        raise OptionError(f"--optimizer {optimizer}: expected adam or sgd")
+        known = "expected adam or sgd"
+        if optimizer in _SMALLER_THAN_ADAM:
+            known = "saves work with it; leave it out for an upper estimate, as Adam's state is not smaller"
+        raise OptionError(f"--optimizer {optimizer}: `datastates plan` has no formula for its state: {known}")
     mixed = arguments.has("bf16") or arguments.has("fp16")
     distributed = arguments.has("use-distributed-optimizer")
     if distributed and optimizer == "sgd":

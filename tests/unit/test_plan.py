@@ -269,7 +269,20 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
             ["--", *GPT_2, "--optimizer", "sgd", "--use-distributed-optimizer"],
             "--optimizer sgd: Megatron has no distributed optimizer for it",
         ),
-        (["--", *GPT_2, "--optimizer", "muon"], "--optimizer muon: expected adam or sgd"),
+        *(
+            (
+                ["--", *GPT_2, "--optimizer", name],
+                f"--optimizer {name}: `datastates plan` has no formula for its state: {way}",
+            )
+            for name, way in (
+                (
+                    "muon",
+                    "saves work with it; leave it out for an upper estimate, as Adam's state is not smaller",
+                ),
+                ("dist_muon", "saves work with it; leave it out"),
+                ("soap", "expected adam or sgd"),
+            )
+        ),
         (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "__import__('os')"], "--moe-layer-freq"),
         (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "[1]*31"], "with 32 elements"),
         (["--params", "many"], "--params many: expected a number of parameters such as 70B"),
