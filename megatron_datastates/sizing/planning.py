@@ -18,6 +18,7 @@ from megatron_datastates.sizing.model import Parameters, check_divisions, stages
 # and 3,084 for 7.1 (benchmarks/results/training.json, "in turns"): 1.2 us a tensor. On an H100, 1,164 held it
 # for 9.2 ms (gpu-h100-80gb-hbm3-2026-11-26.json): 8 ms and those.
 HELD_MS, HELD_MICROSECONDS = 8.0, 1.2
+HELD_WITH_TWO_RANKS_MS = 27  # on 2 CPU cores (training.json, "large, DP 2"): they wait for each other's core
 _SMALLER_THAN_ADAM = ("muon", "dist_muon")  # momentum for matrices, Adam's moments for all else
 POOL_SHARE = 0.25  # of the free memory of a node; engine/memory.py
 _RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and header

@@ -85,6 +85,16 @@ def test_the_trainer_is_held_for_about_as_long_as_was_measured() -> None:
         assert 0.9 * measured < predicted < 2 * measured
 
 
+def test_the_plan_says_that_the_trainer_is_held_longer_by_two_ranks() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "training.json"
+    cases = json.loads(results.read_text())["parts"]["large, DP 2"]["cases"]
+    measured = round(cases["datastates async, every 1"]["blocked_ms_per_save"])
+    said = f"as measured with one rank ({measured} ms with two on 2 cores); by the first one longer"
+    assert said in run("plan", "--params", "1B")[1]
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    assert f"with two ranks on 2 cores it was {measured} ms" in page
+
+
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
     words = [*LLAMA_3_8B, "--vocab-size", "128257"]
     assert parameters(words, 2) - parameters(LLAMA_3_8B) == 2 * 4096 * (128512 - 128256)
