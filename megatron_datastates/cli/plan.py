@@ -52,7 +52,18 @@ _FLAGS = {
 }
 
 
-@app.command()
+class _Plan(click.Command):
+    """The command; says where Megatron's arguments belong if one is given as an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            error.message = f"{error.message.rstrip('.')}. Megatron's arguments come after `--`."
+            raise
+
+
+@app.command(cls=_Plan)
 @argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They override --arguments.")
 @click.option(
     "--arguments",

@@ -66,6 +66,11 @@ class Arguments:
         self._asked.add(flag)
         return flag in self._values and (self._values[flag] or "").lower() not in _OFF
 
+    def lacks(self, flag: str) -> bool:
+        """Returns whether a flag is missing, or its value."""
+        self._asked.add(flag)
+        return self._values.get(flag) is None
+
     def text(self, flag: str, default: str) -> str:
         self._asked.add(flag)
         return self._values.get(flag) or default

@@ -60,6 +60,23 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
     return found
 
 
+def require_described(arguments: Arguments) -> None:
+    """Raises OptionError if arguments without a default are missing; names them all."""
+    needed = ["num-layers", "hidden-size", "num-attention-heads"]
+    if arguments.text("position-embedding-type", "learned_absolute") == "learned_absolute":
+        needed.append("max-position-embeddings")
+    if not arguments.has("padded-vocab-size"):
+        needed.append("vocab-size")
+    missing = [flag for flag in needed if arguments.lacks(flag)]
+    if missing:
+        number = "a whole number above 0" if len(missing) == 1 else "whole numbers above 0"
+        advice = ""
+        if "vocab-size" in missing and arguments.has("tokenizer-type"):
+            advice = "; the tokenizer is not read: append --vocab-size N"
+        flags = ", ".join(f"--{flag}" for flag in missing)
+        raise OptionError(f"{flags}: expected {number}, found nothing{advice}")
+
+
 def check_divisions(arguments: Arguments, tensor_parallel: int, expert_parallel: int) -> None:
     """Raises OptionError if Megatron cannot split the model over its tensor- and expert-parallel ranks."""
     wholes = [("num-attention-heads", arguments.number("num-attention-heads"))]

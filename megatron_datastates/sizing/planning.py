@@ -11,14 +11,14 @@ import math
 from megatron_datastates.config import GIB
 from megatron_datastates.errors import OptionError
 from megatron_datastates.sizing.arguments import Arguments
-from megatron_datastates.sizing.model import Parameters, check_divisions, stages
+from megatron_datastates.sizing.model import Parameters, check_divisions, require_described, stages
 
 # Of an asynchronous save that is not the first, and of each of its tensors, in Megatron's loop with prepared
 # saves: `save_checkpoint`, fence, polls and finalize. On 2 CPU cores, 396 tensors held one rank for 4.0 ms,
 # and 3,084 for 7.1 (benchmarks/results/training.json, "in turns"): 1.2 us a tensor. On an H100, 1,164 held it
 # for 9.2 ms (gpu-h100-80gb-hbm3-2026-11-26.json): 8 ms and those.
 HELD_MS, HELD_MICROSECONDS = 8.0, 1.2
-HELD_WITH_TWO_RANKS_MS = 27  # on 2 CPU cores (training.json, "large, DP 2"): they wait for each other's core
+HELD_WITH_TWO_RANKS_MS = 27  # on 2 CPU cores (training.json, "large, DP 2")
 _SMALLER_THAN_ADAM = ("muon", "dist_muon")  # momentum for matrices, Adam's moments for all else
 POOL_SHARE = 0.25  # of the free memory of a node; engine/memory.py
 _RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and header
@@ -166,6 +166,7 @@ def _check(grid: Grid) -> None:
 def plan_arguments(arguments: Arguments, grid: Grid, storage: Storage, copy_rate: float) -> Plan:
     """Returns the plan of a model that Megatron's arguments describe. Raises OptionError."""
     arguments.require_formulas()
+    require_described(arguments)
     precision = precision_of(arguments)
     _check(grid)
     parts = stages(arguments, grid.tensor, grid.pipeline)

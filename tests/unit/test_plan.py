@@ -250,6 +250,15 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
     [
         (["--", *GPT_2[2:]], "--num-layers: expected a whole number above 0, found nothing"),
         (
+            ["--", "--num-layers", "32", "--hidden-size", "4096"],
+            "--num-attention-heads, --max-position-embeddings, --vocab-size: expected whole numbers above 0",
+        ),
+        (
+            ["--", *GPT_2, "--vocab-size", "null", "--tokenizer-type", "HuggingFaceTokenizer"],
+            "--vocab-size: expected a whole number above 0, found nothing; the tokenizer is not read: append "
+            "--vocab-size N",
+        ),
+        (
             ["--", *GPT_2, "--num-layers", "$LAYERS"],
             "--num-layers: expected a whole number above 0, found '$LAYERS'",
         ),
@@ -346,6 +355,11 @@ def test_a_model_without_a_formula_can_be_estimated_from_its_parameters(words: l
     assert code == 2 and err.endswith(
         "; give --params 671B and the parallel sizes for an estimate that spreads parameters evenly\n"
     )
+
+
+def test_megatrons_arguments_without_two_dashes_before_them_are_refused() -> None:
+    code, out, err = run("plan", "--num-layers", "32", "--hidden-size", "4096")
+    assert (code, out) == (2, "") and "'--num-layers'. Megatron's arguments come after `--`." in err
 
 
 def test_a_model_that_is_no_whole_number_of_layers_is_refused() -> None:
