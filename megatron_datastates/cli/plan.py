@@ -189,6 +189,11 @@ def _made(
         made = plan_parameters(_count(parameters), grid, precision_of(known), storage, copy_rate)
     else:
         made = plan_arguments(arguments, grid, storage, copy_rate)
+    if arguments.defaults:
+        texts = [f"{name}={value}" for name, value in arguments.defaults.items()]
+        made.assumptions.append(
+            f"defaults of the script: {some_of(texts, _MOST_NAMES)}; the environment is not read"
+        )
     unused = arguments.unused()
     if unused:
         names = some_of([f"--{flag}" for flag in unused], _MOST_NAMES)
@@ -237,7 +242,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
     shares = ", ".join(f"{size_text(count)} {name}" for count, name in parts)
     return [
         ("parameters", f"{made.parameters:,}"),
-        ("ranks", f"{made.ranks:,} on {counted(made.nodes, 'node')}"),
+        ("ranks", f"{made.ranks:,} on {counted(made.nodes, 'node')}: {_sizes_text(made.parallelism)}"),
         ("a checkpoint", f"{size_text(made.checkpoint_bytes)} ({shares})"),
         ("files", f"{made.files:,}: one for each rank, index, manifest, metadata.json"),
         (
@@ -263,6 +268,14 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
             f"node has {_memory(_free(made))} free",
         ),
     ]
+
+
+def _sizes_text(sizes: dict[str, int]) -> str:
+    """Formats the parallel sizes, those of one rank too: they may be defaults that nobody has chosen."""
+    names = {"TP": "tensor", "PP": "pipeline", "DP": "data", "EP": "expert"}
+    if sizes["context"] > 1:
+        names["CP"] = "context"
+    return ", ".join(f"{short} {sizes[name]:,}" for short, name in names.items())
 
 
 def _free(made: Plan) -> int:

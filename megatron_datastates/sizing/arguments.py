@@ -45,9 +45,14 @@ BY_PARAMETERS = "give --params 671B and the parallel sizes for an estimate that 
 
 
 class Arguments:
-    """Megatron's arguments by flag, without the leading dashes; the last of several values counts."""
+    """Megatron's arguments by flag, without the leading dashes; the last of several values counts.
 
-    def __init__(self, values: Mapping[str, str | None]) -> None:
+    Args:
+        defaults: of a script's variables, those that were used.
+    """
+
+    def __init__(self, values: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> None:
+        self.defaults = dict(defaults or {})
         self._values = {
             flag: value for flag, value in values.items() if (value or "").lower() not in _NOTHING
         }
@@ -103,6 +108,7 @@ def flags_in(words: Iterable[str]) -> set[str]:
 def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
     """Reads arguments from files and then from words, which win. Raises StorageError and OptionError."""
     everything: list[str] = []
+    defaults: dict[str, str] = {}
     for path in files:
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -110,19 +116,23 @@ def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
             reason = f"{path}: {error.strerror}: give a file with arguments of Megatron"
             raise StorageError(reason, code=error.errno or 0, path=str(path)) from None
         try:
-            everything += _resolved(shlex.split(text.replace("\\\n", " "), comments=True))
+            everything += _resolved(shlex.split(text.replace("\\\n", " "), comments=True), defaults)
         except ValueError as error:
             raise OptionError(f"{path} cannot be split into words as a shell does: {error}") from None
-    return Arguments(_flags([*everything, *words]))
+    return Arguments(_flags([*everything, *words]), defaults)
 
 
-def _resolved(words: list[str]) -> list[str]:
-    """Returns the words with variables that the file itself assigns."""
+def _resolved(words: list[str], defaults: dict[str, str]) -> list[str]:
+    """Returns the words with variables that the file itself assigns; adds the defaults that were used."""
     known: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
-        return known.get(name, match[0]) if default is None else known.get(name) or default
+        if default is None:
+            return known.get(name, match[0])
+        if name not in known:  # the environment of this command need not be that of the job
+            defaults[name] = default
+        return known.get(name) or default
 
     found = []
     for word in words:

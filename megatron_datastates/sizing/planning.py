@@ -83,6 +83,7 @@ class Plan:
     """What a checkpoint of a run will be. Bytes are of all ranks unless a name says otherwise."""
 
     parameters: int
+    parallelism: dict[str, int]
     ranks: int
     nodes: int
     weight_bytes: int
@@ -250,6 +251,7 @@ def _plan(
     ]
     return Plan(
         parameters=parameters,
+        parallelism=dataclasses.asdict(grid),
         ranks=ranks,
         nodes=nodes,
         weight_bytes=weights,

@@ -233,6 +233,18 @@ def test_variables_with_defaults_and_several_assignments_in_a_line_are_read(tmp_
     assert all(found.has(flag) for flag in ("swiglu", "bf16", "fp16", "quick-geglu", "add-qkv-bias"))
 
 
+def test_the_defaults_of_a_script_are_named_and_the_environment_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TP", "4")
+    script = "TP=${TP:-2}\nPP=1\n"
+    flags = "--tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP:-8}"
+    (tmp_path / "train.sh").write_text(f"{script}python pretrain_gpt.py {flags} {shlex.join(GPT_2)}\n")
+    code, out, _ = run("plan", "--arguments", tmp_path / "train.sh", "--dp", 4, "--cp", 2)
+    assert code == 0 and "ranks           16 on 2 nodes: TP 2, PP 1, DP 4, EP 1, CP 2\n" in out
+    assert "defaults of the script: TP=2; the environment is not read" in out
+
+
 def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
     script = (
         "ARGS=(--num-layers 12)\nARGS+=(\n  --hidden-size 512\n)\nMORE='--bf16'\nMORE+=' --swiglu'\n"
@@ -405,4 +417,7 @@ def test_the_plan_names_arguments_without_an_effect() -> None:
 
 def test_one_node_and_one_rank_are_singular() -> None:
     _, printed, _ = run("plan", "--params", "1B", "--dp", "1", "--ranks-per-node", "1")
-    assert "ranks           1 on 1 node\n" in printed and "each node of 1 rank," in printed
+    assert (
+        "ranks           1 on 1 node: TP 1, PP 1, DP 1, EP 1\n" in printed
+        and "each node of 1 rank," in printed
+    )
