@@ -210,13 +210,18 @@ def _count(text: str) -> int:
 
 
 def _rate(option: str, text: str) -> float:
+    """Returns bytes a second. A small b is refused: it may stand for bits."""
+    size = text.removesuffix("/s")
+    if re.search("[a-zA-Z]b$", size):
+        raise OptionError(f"{option} {text}: write a rate in bytes as 2GB/s, and one in bits as 2Gbit/s")
+    is_bits = size.endswith("bit")
     try:
-        rate = parse_size(option, text.removesuffix("/s"))
+        rate = parse_size(option, f"{size[:-3]}B" if is_bits else size)
     except OptionError:
         rate = 0
-    if rate == 0 or text.removesuffix("/s").isdecimal():  # a number alone would be bytes: nobody means that
+    if rate == 0 or size.isdecimal():  # a number alone would be bytes: nobody means that
         raise OptionError(f"{option} {text}: expected a rate above 0 and its unit, such as 2GB/s")
-    return float(rate)
+    return rate / 8 if is_bits else float(rate)
 
 
 def _print(made: Plan, iteration: float | None) -> None:
@@ -286,10 +291,9 @@ def _advice(made: Plan, iteration: float | None) -> list[str]:
     lines = [f"Shortest interval that the disk sustains: {_seconds(made.write_seconds)}"]
     advised = made.write_seconds * _MARGIN
     if iteration is not None:
-        steps = math.ceil(made.write_seconds / iteration)
-        lines[0] += (
-            f", {steps:,} iterations; with a margin, --save-interval {math.ceil(advised / iteration):,}"
-        )
+        steps = counted(math.ceil(made.write_seconds / iteration), "iteration")
+        # The option is to be copied: without commas.
+        lines[0] += f", {steps}; with a margin, --save-interval {math.ceil(advised / iteration)}"
     else:
         lines[0] += f"; with a margin, save every {_seconds(advised)} or less often"
     lines += [

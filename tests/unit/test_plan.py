@@ -195,6 +195,19 @@ def test_the_time_to_write_depends_on_who_has_the_rate(per: str, seconds: float)
     assert plan["checkpoint_bytes"] == pytest.approx(224e9, rel=0.001)
 
 
+@pytest.mark.parametrize(("bits", "size"), [("16Gbit/s", "2GB/s"), ("16 Gibit", "2GiB/s")])
+def test_a_rate_may_be_in_bits(bits: str, size: str) -> None:
+    one, other = (
+        json.loads(run("plan", "--params", "16B", "--rate", rate, "--json")[1]) for rate in (bits, size)
+    )
+    assert one["write_seconds"] == other["write_seconds"]
+
+
+def test_a_single_iteration_is_singular() -> None:
+    _, printed, _ = run("plan", "--params", "1B", "--rate", "100GB/s", "--iteration-seconds", 2)
+    assert ", 1 iteration; with a margin" in printed
+
+
 def test_a_shell_script_and_arguments_after_it_are_read(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(SCRIPT)
     found = read_arguments([tmp_path / "train.sh"], ["--num-layers", "16"])
@@ -320,6 +333,13 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
         (["--params", "7B", "--rate", "fast"], "--rate fast"),
         (["--params", "7B", "--rate", "0"], "expected a rate above 0"),
         (["--params", "7B", "--rate", "10"], "and its unit, such as 2GB/s"),
+        *(
+            (
+                ["--params", "7B", option, rate],
+                f"{option} {rate}: write a rate in bytes as 2GB/s, and one in bits as 2Gbit/s",
+            )
+            for option, rate in (("--rate", "2Gb/s"), ("--rate", "2gb"), ("--copy-rate", "2Gib/s"))
+        ),
         (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
         *(
             (["--params", "7B", "--iteration-seconds", seconds], f"--iteration-seconds {seconds}: expected")
