@@ -23,7 +23,7 @@ constexpr unsigned kMemoryDevice = 2;
 // Follows the error of a copy; the plan has already checked addresses and sizes.
 constexpr const char* kNotMapped =
     "invalid argument (CUDA error 1): has the memory of a tensor been freed or unmapped since the save "
-    "or the load began? Code that frees it must call the fence first";
+    "or the load began? Code that frees it must call megatron_datastates.fence() first";
 constexpr const char* kAllIsLost =
     ". After this error every CUDA call of this process fails, the trainer's too: restart the process";
 

@@ -27,6 +27,7 @@ from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import DataStatesError, OptionError, some_of
 from megatron_datastates.sizing.arguments import Arguments, flags_in, read_arguments
 from megatron_datastates.sizing.planning import (
+    HELD_WITH_TWO_RANKS_MS,
     POOL_SHARE,
     Grid,
     Plan,
@@ -51,7 +52,18 @@ _FLAGS = {
 }
 
 
-@app.command()
+class _Plan(click.Command):
+    """The command; says where Megatron's arguments belong if one is given as an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            error.message = f"{error.message.rstrip('.')}. Megatron's arguments come after `--`."
+            raise
+
+
+@app.command(cls=_Plan)
 @argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They override --arguments.")
 @click.option(
     "--arguments",
@@ -168,14 +180,20 @@ def _made(
 ) -> Plan:
     sizes = {name: given.get(name) or arguments.number(flag, 1) for name, flag in _FLAGS.items()}
     if not given.get("expert_tensor") and not arguments.text(_FLAGS["expert_tensor"], ""):
-        # Megatron's default; without experts neither matters.
-        sizes["expert_tensor"] = sizes["tensor"] if arguments.has("num-experts") else 1
+        # Megatron's default; without experts neither matters, and --params says nothing of them.
+        has_experts = parameters is None and arguments.has("num-experts")
+        sizes["expert_tensor"] = sizes["tensor"] if has_experts else 1
     grid = Grid(data=data, **sizes)
     if parameters is not None:
         known = read_arguments([], ["--bf16", "--use-distributed-optimizer"])
         made = plan_parameters(_count(parameters), grid, precision_of(known), storage, copy_rate)
     else:
         made = plan_arguments(arguments, grid, storage, copy_rate)
+    if arguments.defaults:
+        texts = [f"{name}={value}" for name, value in arguments.defaults.items()]
+        made.assumptions.append(
+            f"defaults of the script: {some_of(texts, _MOST_NAMES)}; the environment is not read"
+        )
     unused = arguments.unused()
     if unused:
         names = some_of([f"--{flag}" for flag in unused], _MOST_NAMES)
@@ -192,13 +210,18 @@ def _count(text: str) -> int:
 
 
 def _rate(option: str, text: str) -> float:
+    """Returns bytes a second. A small b is refused: it may stand for bits."""
+    size = text.removesuffix("/s")
+    if re.search("[a-zA-Z]b$", size):
+        raise OptionError(f"{option} {text}: write a rate in bytes as 2GB/s, and one in bits as 2Gbit/s")
+    is_bits = size.endswith("bit")
     try:
-        rate = parse_size(option, text.removesuffix("/s"))
+        rate = parse_size(option, f"{size[:-3]}B" if is_bits else size)
     except OptionError:
         rate = 0
-    if rate == 0 or text.removesuffix("/s").isdecimal():  # a number alone would be bytes: nobody means that
+    if rate == 0 or size.isdecimal():  # a number alone would be bytes: nobody means that
         raise OptionError(f"{option} {text}: expected a rate above 0 and its unit, such as 2GB/s")
-    return float(rate)
+    return rate / 8 if is_bits else float(rate)
 
 
 def _print(made: Plan, iteration: float | None) -> None:
@@ -224,7 +247,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
     shares = ", ".join(f"{size_text(count)} {name}" for count, name in parts)
     return [
         ("parameters", f"{made.parameters:,}"),
-        ("ranks", f"{made.ranks:,} on {counted(made.nodes, 'node')}"),
+        ("ranks", f"{made.ranks:,} on {counted(made.nodes, 'node')}: {_sizes_text(made.parallelism)}"),
         ("a checkpoint", f"{size_text(made.checkpoint_bytes)} ({shares})"),
         ("files", f"{made.files:,}: one for each rank, index, manifest, metadata.json"),
         (
@@ -240,7 +263,8 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
         (
             "trainer held",
             f"about {made.held_ms:.0f} ms by an asynchronous save of "
-            f"{counted(made.largest_rank_tensors, 'tensor')} on a rank; by the first one longer",
+            f"{counted(made.largest_rank_tensors, 'tensor')} on a rank, as measured with one rank "
+            f"({HELD_WITH_TWO_RANKS_MS} ms with two on 2 cores); by the first one longer",
         ),
         (
             "staging memory",
@@ -251,6 +275,14 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def _sizes_text(sizes: dict[str, int]) -> str:
+    """Formats the parallel sizes, those of one rank too: they may be defaults that nobody has chosen."""
+    names = {"TP": "tensor", "PP": "pipeline", "DP": "data", "EP": "expert"}
+    if sizes["context"] > 1:
+        names["CP"] = "context"
+    return ", ".join(f"{short} {sizes[name]:,}" for short, name in names.items())
+
+
 def _free(made: Plan) -> int:
     return math.ceil(made.staging_bytes_per_node / POOL_SHARE)
 
@@ -259,10 +291,9 @@ def _advice(made: Plan, iteration: float | None) -> list[str]:
     lines = [f"Shortest interval that the disk sustains: {_seconds(made.write_seconds)}"]
     advised = made.write_seconds * _MARGIN
     if iteration is not None:
-        steps = math.ceil(made.write_seconds / iteration)
-        lines[0] += (
-            f", {steps:,} iterations; with a margin, --save-interval {math.ceil(advised / iteration):,}"
-        )
+        steps = counted(math.ceil(made.write_seconds / iteration), "iteration")
+        # The option is to be copied: without commas.
+        lines[0] += f", {steps}; with a margin, --save-interval {math.ceil(advised / iteration)}"
     else:
         lines[0] += f"; with a margin, save every {_seconds(advised)} or less often"
     lines += [

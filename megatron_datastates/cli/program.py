@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import warnings
@@ -11,6 +12,7 @@ from typing import NoReturn
 import click
 
 _NAME = "datastates"
+_NEEDED = ("torch", "numpy")  # by commands that read tensors or objects
 _COMPLETION = "_DATASTATES_COMPLETE"  # the environment variable that the shells' scripts set
 
 
@@ -57,13 +59,22 @@ def app() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def _keep_imports_quiet() -> None:
+    """Keeps what others warn of from standard error, which is for what a user has to know."""
+    warnings.filterwarnings(
+        "ignore", "ComplexHalf support is experimental"
+    )  # torch's, at the first such tensor
+    # Of packages that make no difference to a command: stored objects may need an import of megatron.core.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
 def run_program() -> NoReturn:
     """Runs a command line; raises SystemExit.
 
     Does what click's `main` does, but lets interrupts and errors pass, which entry.py reports.
     """
-    # Torch's, at the first such tensor: standard error is for what a user has to know.
-    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    _keep_imports_quiet()
     instruction = os.environ.get(_COMPLETION)
     if instruction:
         sys.exit(_complete(instruction))
@@ -75,4 +86,13 @@ def run_program() -> NoReturn:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        command = f"{_NAME} {sys.argv[1]}"
+        print(
+            f"{command} needs {error.name}, which is not installed here: pip install {error.name}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     sys.exit(0)

@@ -41,24 +41,40 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
 _HARMLESS = {"spec": ("local",), "softmax-type": ("vanilla", "off-by-one")}
 _NOTHING = ("none", "null", "~")  # Python's and YAML's words for a flag that is not given
 _OFF = ("false", "no", "off", "0")
+BY_PARAMETERS = "give --params 671B and the parallel sizes for an estimate that spreads parameters evenly"
 
 
 class Arguments:
-    """Megatron's arguments by flag, without the leading dashes; the last of several values counts."""
+    """Megatron's arguments by flag, without the leading dashes; the last of several values counts.
 
-    def __init__(self, values: Mapping[str, str | None]) -> None:
+    Args:
+        defaults: of a script's variables, those that were used.
+    """
+
+    def __init__(self, values: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> None:
+        self.defaults = dict(defaults or {})
         self._values = {
             flag: value for flag, value in values.items() if (value or "").lower() not in _NOTHING
         }
         self._asked: set[str] = set()
+
+    def require_formulas(self) -> None:
+        """Raises OptionError if a flag changes the model in a way that the formulas do not cover."""
         for flag in sorted(_UNKNOWN & self._values.keys()):
             if (self._values[flag] or "").lower() not in (*_OFF, *_HARMLESS.get(flag, ())):
-                raise OptionError(f"--{flag}: `datastates plan` has no formula for models with it")
+                raise OptionError(
+                    f"--{flag}: `datastates plan` has no formula for models with it; {BY_PARAMETERS}"
+                )
 
     def has(self, flag: str) -> bool:
         """Returns whether a flag is set, and not to a word for off."""
         self._asked.add(flag)
         return flag in self._values and (self._values[flag] or "").lower() not in _OFF
+
+    def lacks(self, flag: str) -> bool:
+        """Returns whether a flag is missing, or its value."""
+        self._asked.add(flag)
+        return self._values.get(flag) is None
 
     def text(self, flag: str, default: str) -> str:
         self._asked.add(flag)
@@ -92,6 +108,7 @@ def flags_in(words: Iterable[str]) -> set[str]:
 def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
     """Reads arguments from files and then from words, which win. Raises StorageError and OptionError."""
     everything: list[str] = []
+    defaults: dict[str, str] = {}
     for path in files:
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -99,19 +116,23 @@ def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
             reason = f"{path}: {error.strerror}: give a file with arguments of Megatron"
             raise StorageError(reason, code=error.errno or 0, path=str(path)) from None
         try:
-            everything += _resolved(shlex.split(text.replace("\\\n", " "), comments=True))
+            everything += _resolved(shlex.split(text.replace("\\\n", " "), comments=True), defaults)
         except ValueError as error:
             raise OptionError(f"{path} cannot be split into words as a shell does: {error}") from None
-    return Arguments(_flags([*everything, *words]))
+    return Arguments(_flags([*everything, *words]), defaults)
 
 
-def _resolved(words: list[str]) -> list[str]:
-    """Returns the words with variables that the file itself assigns."""
+def _resolved(words: list[str], defaults: dict[str, str]) -> list[str]:
+    """Returns the words with variables that the file itself assigns; adds the defaults that were used."""
     known: dict[str, str] = {}
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
-        return known.get(name, match[0]) if default is None else known.get(name) or default
+        if default is None:
+            return known.get(name, match[0])
+        if name not in known:  # the environment of this command need not be that of the job
+            defaults[name] = default
+        return known.get(name) or default
 
     found = []
     for word in words:

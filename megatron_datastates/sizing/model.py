@@ -11,7 +11,7 @@ import dataclasses
 import math
 
 from megatron_datastates.errors import OptionError
-from megatron_datastates.sizing.arguments import Arguments
+from megatron_datastates.sizing.arguments import BY_PARAMETERS, Arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
     if len(layers) % pipeline_parallel:
         raise OptionError(
             f"--num-layers {len(layers)}: expected a multiple of the pipeline-parallel size "
-            f"{pipeline_parallel}"
+            f"{pipeline_parallel}; {BY_PARAMETERS}"
         )
     each = len(layers) // pipeline_parallel
     found = [sum(layers[first : first + each], Parameters()) for first in range(0, len(layers), each)]
@@ -58,6 +58,23 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
     elif pipeline_parallel > 1:
         found[-1] += Parameters(tied_copy=embedding, tensors=1)
     return found
+
+
+def require_described(arguments: Arguments) -> None:
+    """Raises OptionError if arguments without a default are missing; names them all."""
+    needed = ["num-layers", "hidden-size", "num-attention-heads"]
+    if arguments.text("position-embedding-type", "learned_absolute") == "learned_absolute":
+        needed.append("max-position-embeddings")
+    if not arguments.has("padded-vocab-size"):
+        needed.append("vocab-size")
+    missing = [flag for flag in needed if arguments.lacks(flag)]
+    if missing:
+        number = "a whole number above 0" if len(missing) == 1 else "whole numbers above 0"
+        advice = ""
+        if "vocab-size" in missing and arguments.has("tokenizer-type"):
+            advice = "; the tokenizer is not read: append --vocab-size N"
+        flags = ", ".join(f"--{flag}" for flag in missing)
+        raise OptionError(f"{flags}: expected {number}, found nothing{advice}")
 
 
 def check_divisions(arguments: Arguments, tensor_parallel: int, expert_parallel: int) -> None:

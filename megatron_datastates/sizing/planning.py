@@ -11,13 +11,15 @@ import math
 from megatron_datastates.config import GIB
 from megatron_datastates.errors import OptionError
 from megatron_datastates.sizing.arguments import Arguments
-from megatron_datastates.sizing.model import Parameters, check_divisions, stages
+from megatron_datastates.sizing.model import Parameters, check_divisions, require_described, stages
 
 # Of an asynchronous save that is not the first, and of each of its tensors, in Megatron's loop with prepared
 # saves: `save_checkpoint`, fence, polls and finalize. On 2 CPU cores, 396 tensors held one rank for 4.0 ms,
 # and 3,084 for 7.1 (benchmarks/results/training.json, "in turns"): 1.2 us a tensor. On an H100, 1,164 held it
 # for 9.2 ms (gpu-h100-80gb-hbm3-2026-11-26.json): 8 ms and those.
 HELD_MS, HELD_MICROSECONDS = 8.0, 1.2
+HELD_WITH_TWO_RANKS_MS = 27  # on 2 CPU cores (training.json, "large, DP 2")
+_SMALLER_THAN_ADAM = ("muon", "dist_muon")  # momentum for matrices, Adam's moments for all else
 POOL_SHARE = 0.25  # of the free memory of a node; engine/memory.py
 _RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and header
 _LAYER_OBJECT_BYTES = 5 << 10  # extra state of a layer
@@ -81,6 +83,7 @@ class Plan:
     """What a checkpoint of a run will be. Bytes are of all ranks unless a name says otherwise."""
 
     parameters: int
+    parallelism: dict[str, int]
     ranks: int
     nodes: int
     weight_bytes: int
@@ -104,7 +107,10 @@ def precision_of(arguments: Arguments) -> Precision:
     optimizer = arguments.text("optimizer", "adam")
     moments = {"adam": 2, "sgd": 1}.get(optimizer)
     if moments is None:
-        raise OptionError(f"--optimizer {optimizer}: expected adam or sgd")
+        known = "expected adam or sgd"
+        if optimizer in _SMALLER_THAN_ADAM:
+            known = "saves work with it; leave it out for an upper estimate, as Adam's state is not smaller"
+        raise OptionError(f"--optimizer {optimizer}: `datastates plan` has no formula for its state: {known}")
     mixed = arguments.has("bf16") or arguments.has("fp16")
     distributed = arguments.has("use-distributed-optimizer")
     if distributed and optimizer == "sgd":
@@ -160,6 +166,8 @@ def _check(grid: Grid) -> None:
 
 def plan_arguments(arguments: Arguments, grid: Grid, storage: Storage, copy_rate: float) -> Plan:
     """Returns the plan of a model that Megatron's arguments describe. Raises OptionError."""
+    arguments.require_formulas()
+    require_described(arguments)
     precision = precision_of(arguments)
     _check(grid)
     parts = stages(arguments, grid.tensor, grid.pipeline)
@@ -186,7 +194,7 @@ def plan_parameters(
     notes = [
         "parameters: split evenly over all ranks; embeddings, and copies on tensor-parallel ranks, are "
         "left out",
-        f"objects and tensors: as of a model with {layers} layers",
+        f"objects and tensors: as of a model with {layers} layers, a guess from --params",
         _precision_note(precision),
     ]
     stage = Stage(
@@ -243,6 +251,7 @@ def _plan(
     ]
     return Plan(
         parameters=parameters,
+        parallelism=dataclasses.asdict(grid),
         ranks=ranks,
         nodes=nodes,
         weight_bytes=weights,

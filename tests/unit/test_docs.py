@@ -118,6 +118,22 @@ def test_the_table_of_commands_has_all_of_them() -> None:
     assert listed and listed == set(named_in_table())
 
 
+def test_the_table_of_exit_codes_has_what_the_help_texts_say() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    row = "".join(re.findall(r"^\| 1 \| .*$", page, re.MULTILINE))
+    codes = {
+        name: re.search(r"; 1 (.*?); 2", command.help or "", re.DOTALL)
+        for name, command in app.commands.items()
+    }
+    others = {name for name, code in codes.items() if code and not re.search("damaged|differ", code[1])}
+    assert {"prune", "trend", "verify"} <= others
+    assert (
+        all(f"`{name}`" in row for name in others)
+        and "`convert --all`" in row
+        and "`convert --verify`" in row
+    )
+
+
 def test_the_table_of_options_is_up_to_date() -> None:
     assert run("options", "--markdown")[1] in (ROOT / "docs" / "options.md").read_text()
 
@@ -264,3 +280,10 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
     assert f"| {what} | 15 ms | 769 ms |" in text
     assert "20 iterations end to end (12.3 s without saves) | 14.6 s | 769.0 s |" in text
     assert "2027-01-02; torch 2.11.0" in text and "2027-01-03" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_asynchronous_saves_of_torch_dist_are_named_with_the_worker_that_they_need(page: Path) -> None:
+    """Without it, Megatron-Core 0.19 saves synchronously, and a comparison would be unfair."""
+    for command in re.findall(r"`[^`]*--ckpt-format torch_dist[^`]*--async-save[^`]*`", page.read_text()):
+        assert "--use-persistent-ckpt-worker" in command

@@ -85,6 +85,16 @@ def test_the_trainer_is_held_for_about_as_long_as_was_measured() -> None:
         assert 0.9 * measured < predicted < 2 * measured
 
 
+def test_the_plan_says_that_the_trainer_is_held_longer_by_two_ranks() -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "training.json"
+    cases = json.loads(results.read_text())["parts"]["large, DP 2"]["cases"]
+    measured = round(cases["datastates async, every 1"]["blocked_ms_per_save"])
+    said = f"as measured with one rank ({measured} ms with two on 2 cores); by the first one longer"
+    assert said in run("plan", "--params", "1B")[1]
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    assert f"with two ranks on 2 cores it was {measured} ms" in page
+
+
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
     words = [*LLAMA_3_8B, "--vocab-size", "128257"]
     assert parameters(words, 2) - parameters(LLAMA_3_8B) == 2 * 4096 * (128512 - 128256)
@@ -185,6 +195,19 @@ def test_the_time_to_write_depends_on_who_has_the_rate(per: str, seconds: float)
     assert plan["checkpoint_bytes"] == pytest.approx(224e9, rel=0.001)
 
 
+@pytest.mark.parametrize(("bits", "size"), [("16Gbit/s", "2GB/s"), ("16 Gibit", "2GiB/s")])
+def test_a_rate_may_be_in_bits(bits: str, size: str) -> None:
+    one, other = (
+        json.loads(run("plan", "--params", "16B", "--rate", rate, "--json")[1]) for rate in (bits, size)
+    )
+    assert one["write_seconds"] == other["write_seconds"]
+
+
+def test_a_single_iteration_is_singular() -> None:
+    _, printed, _ = run("plan", "--params", "1B", "--rate", "100GB/s", "--iteration-seconds", 2)
+    assert ", 1 iteration; with a margin" in printed
+
+
 def test_a_shell_script_and_arguments_after_it_are_read(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(SCRIPT)
     found = read_arguments([tmp_path / "train.sh"], ["--num-layers", "16"])
@@ -223,6 +246,18 @@ def test_variables_with_defaults_and_several_assignments_in_a_line_are_read(tmp_
     assert all(found.has(flag) for flag in ("swiglu", "bf16", "fp16", "quick-geglu", "add-qkv-bias"))
 
 
+def test_the_defaults_of_a_script_are_named_and_the_environment_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TP", "4")
+    script = "TP=${TP:-2}\nPP=1\n"
+    flags = "--tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP:-8}"
+    (tmp_path / "train.sh").write_text(f"{script}python pretrain_gpt.py {flags} {shlex.join(GPT_2)}\n")
+    code, out, _ = run("plan", "--arguments", tmp_path / "train.sh", "--dp", 4, "--cp", 2)
+    assert code == 0 and "ranks           16 on 2 nodes: TP 2, PP 1, DP 4, EP 1, CP 2\n" in out
+    assert "defaults of the script: TP=2; the environment is not read" in out
+
+
 def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
     script = (
         "ARGS=(--num-layers 12)\nARGS+=(\n  --hidden-size 512\n)\nMORE='--bf16'\nMORE+=' --swiglu'\n"
@@ -239,6 +274,15 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (["--", *GPT_2[2:]], "--num-layers: expected a whole number above 0, found nothing"),
+        (
+            ["--", "--num-layers", "32", "--hidden-size", "4096"],
+            "--num-attention-heads, --max-position-embeddings, --vocab-size: expected whole numbers above 0",
+        ),
+        (
+            ["--", *GPT_2, "--vocab-size", "null", "--tokenizer-type", "HuggingFaceTokenizer"],
+            "--vocab-size: expected a whole number above 0, found nothing; the tokenizer is not read: append "
+            "--vocab-size N",
+        ),
         (
             ["--", *GPT_2, "--num-layers", "$LAYERS"],
             "--num-layers: expected a whole number above 0, found '$LAYERS'",
@@ -269,13 +313,33 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
             ["--", *GPT_2, "--optimizer", "sgd", "--use-distributed-optimizer"],
             "--optimizer sgd: Megatron has no distributed optimizer for it",
         ),
-        (["--", *GPT_2, "--optimizer", "muon"], "--optimizer muon: expected adam or sgd"),
+        *(
+            (
+                ["--", *GPT_2, "--optimizer", name],
+                f"--optimizer {name}: `datastates plan` has no formula for its state: {way}",
+            )
+            for name, way in (
+                (
+                    "muon",
+                    "saves work with it; leave it out for an upper estimate, as Adam's state is not smaller",
+                ),
+                ("dist_muon", "saves work with it; leave it out"),
+                ("soap", "expected adam or sgd"),
+            )
+        ),
         (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "__import__('os')"], "--moe-layer-freq"),
         (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "[1]*31"], "with 32 elements"),
         (["--params", "many"], "--params many: expected a number of parameters such as 70B"),
         (["--params", "7B", "--rate", "fast"], "--rate fast"),
         (["--params", "7B", "--rate", "0"], "expected a rate above 0"),
         (["--params", "7B", "--rate", "10"], "and its unit, such as 2GB/s"),
+        *(
+            (
+                ["--params", "7B", option, rate],
+                f"{option} {rate}: write a rate in bytes as 2GB/s, and one in bits as 2Gbit/s",
+            )
+            for option, rate in (("--rate", "2Gb/s"), ("--rate", "2gb"), ("--copy-rate", "2Gib/s"))
+        ),
         (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
         *(
             (["--params", "7B", "--iteration-seconds", seconds], f"--iteration-seconds {seconds}: expected")
@@ -290,6 +354,44 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words: list[str], reason: str) -> None:
     code, out, err = run("plan", *words)
     assert (code, out) == (2, "") and reason in err and err.count("\n") == 1
+
+
+MLA = ["--num-layers", "61", "--multi-latent-attention", "--pipeline-model-parallel-size", "16"]
+
+
+def test_with_a_number_of_parameters_the_model_in_the_arguments_has_no_effect() -> None:
+    words = [
+        "--num-experts",
+        "256",
+        "--spec",
+        "a",
+        "b",
+        "--tensor-model-parallel-size",
+        "2",
+        "--optimizer",
+        "muon",
+    ]
+    options = ["--params", "671B", "--dp", 8, "--ep", 16]
+    code, out, err = run("plan", *options, "--", *MLA, *words)
+    assert (code, err) == (0, "") and "ranks           256 on 32 nodes" in out
+    assert (
+        "without an effect here: --multi-latent-attention, --num-experts, --num-layers, --optimizer, --spec"
+        in out
+    )
+    assert "model with 151 layers, a guess from --params" in out
+
+
+@pytest.mark.parametrize("words", [MLA, ["--pipeline-model-parallel-size", "5"]], ids=["formula", "layers"])
+def test_a_model_without_a_formula_can_be_estimated_from_its_parameters(words: list[str]) -> None:
+    code, _, err = run("plan", "--", *GPT_2, *words)
+    assert code == 2 and err.endswith(
+        "; give --params 671B and the parallel sizes for an estimate that spreads parameters evenly\n"
+    )
+
+
+def test_megatrons_arguments_without_two_dashes_before_them_are_refused() -> None:
+    code, out, err = run("plan", "--num-layers", "32", "--hidden-size", "4096")
+    assert (code, out) == (2, "") and "'--num-layers'. Megatron's arguments come after `--`." in err
 
 
 def test_a_model_that_is_no_whole_number_of_layers_is_refused() -> None:
@@ -335,4 +437,7 @@ def test_the_plan_names_arguments_without_an_effect() -> None:
 
 def test_one_node_and_one_rank_are_singular() -> None:
     _, printed, _ = run("plan", "--params", "1B", "--dp", "1", "--ranks-per-node", "1")
-    assert "ranks           1 on 1 node\n" in printed and "each node of 1 rank," in printed
+    assert (
+        "ranks           1 on 1 node: TP 1, PP 1, DP 1, EP 1\n" in printed
+        and "each node of 1 rank," in printed
+    )

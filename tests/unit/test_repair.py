@@ -263,6 +263,17 @@ def test_a_checkpoint_that_keys_were_removed_from_is_refused(directory):
     assert "keys were removed" in refusal(directory)
 
 
+def test_what_megatron_warns_of_when_it_is_imported_is_not_printed(tmp_path):
+    """A state with a class that Megatron makes loadable needs the import, which warns of missing packages."""
+    state = {COMMON: [{"iteration": 42, "signal": signal.SIGTERM}], "a": torch.ones(3)}
+    with torch.serialization.safe_globals([signal.Signals]):
+        ds.save(state, tmp_path / "c")
+    lose(tmp_path / "c")
+    command = [sys.executable, "-m", "megatron_datastates", "repair", str(tmp_path / "c")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and manifest_of(tmp_path / "c").iteration == 42
+
+
 def test_a_missing_common_state_is_refused(tmp_path):
     golden = next(path for path in GOLDEN if (path / "common.pt").exists())
     directory = Path(shutil.copytree(golden, tmp_path / "c"))

@@ -105,6 +105,22 @@ def test_what_is_no_checkpoint_is_said_before_formats_are_imported(tmp_path: Pat
     assert found == "[]" and text.count("exit 2") == 3
 
 
+@pytest.mark.parametrize("line", ["verify {at}", "cat {at} a", "show {at} --stats", "convert {at} {at}-2"])
+@pytest.mark.parametrize("lacking", ["torch", "numpy"])
+def test_a_package_that_is_not_installed_is_one_line(line: str, lacking: str, root: Path, tmp_path: Path):
+    (tmp_path / f"{lacking}.py").write_text(f"raise ModuleNotFoundError(name={lacking!r})")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = line.format(at=root / "iter_0000005").split()
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_datastates", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    said = f"datastates {words[0]} needs {lacking}, which is not installed here: pip install {lacking}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 @pytest.mark.parametrize(
     ("line", "completed"),
     [
