@@ -59,8 +59,8 @@ class _Plan(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            error.message = f"{error.message.rstrip('.')}. Megatron's arguments come after `--`."
-            raise
+            text = f"{error.message.rstrip('.')}. Megatron's arguments come after `--`."
+            raise click.NoSuchOption(error.option_name, text, error.possibilities, ctx) from None
 
 
 @app.command(cls=_Plan)
