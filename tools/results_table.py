@@ -104,7 +104,7 @@ def training(found: Results) -> Iterator[Row]:
 def gpu(found: Results) -> Iterator[Row]:
     """Yields rows about Megatron's loop on a GPU, which saves to tmpfs, and about a step beside copies.
 
-    Without torch_dist: it is not known how much of its time was a wait for the save before.
+    Without torch_dist: what was to be its asynchronous save was a synchronous one (docs/benchmarks.md).
     """
     ours = found["parts"]["training"]["ways"][f"{OURS} async, tmpfs"]
     size = ours["checkpoint_bytes"] / 1e6

@@ -80,13 +80,18 @@ def measure_training(part: Part) -> None:
         raise RuntimeError(f"training failed: {', '.join(failed)}; the last: {failed.popitem()[1]}")
 
 
+_WORKER = (
+    "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 makes asynchronous saves synchronous ones
+)
+
+
 def _runs() -> list[Run]:
     """Returns all runs, the most telling first."""
     ours = FORMATS["datastates async"]
     theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
     runs = [
         Run("datastates async", ours, 7 if IS_FAKE else 9, on_tmpfs=False, is_resumed=True),
-        Run("torch_dist async", [*theirs, "--async-save"], 7, on_tmpfs=True),
+        Run("torch_dist async", [*theirs, "--async-save", _WORKER], 7, on_tmpfs=True),
         Run("datastates async", ours, 7, on_tmpfs=True),
         Run("torch_dist", theirs, 7, on_tmpfs=True),
         Run("datastates", FORMATS["datastates"], 7, on_tmpfs=True),
