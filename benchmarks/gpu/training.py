@@ -80,7 +80,7 @@ def measure_training(part: Part) -> None:
         raise RuntimeError(f"training failed: {', '.join(failed)}; the last: {failed.popitem()[1]}")
 
 
-_WORKER = (
+_WORKER = "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 saves synchronously
     "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 makes asynchronous saves synchronous ones
 )
 
