@@ -81,8 +81,6 @@ def measure_training(part: Part) -> None:
 
 
 _WORKER = "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 saves synchronously
-    "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 makes asynchronous saves synchronous ones
-)
 
 
 def _runs() -> list[Run]:
