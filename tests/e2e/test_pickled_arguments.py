@@ -85,6 +85,7 @@ def test_workers_save_what_the_driver_asked_for_and_resume_exactly(tmp_path: Pat
         assert after["state"] == before["state"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("verb", "word"),
     [

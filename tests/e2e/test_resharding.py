@@ -25,6 +25,7 @@ def reshard_along_chain(pretraining: Pretraining, root: Path, ckpt_format: str) 
     return endings
 
 
+@pytest.mark.long
 @pytest.mark.conformance
 def test_chain_of_layouts_trains_as_with_torch_dist(
     ckpt_format: str, pretraining: Pretraining, tmp_path: Path

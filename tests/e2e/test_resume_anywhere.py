@@ -45,6 +45,7 @@ def follow(pretraining: Pretraining, root: Path, *how: str, ckpt_format: str = "
     return endings
 
 
+@pytest.mark.long
 @pytest.mark.conformance
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(

@@ -24,6 +24,7 @@ def test_state_in_buckets_equals_what_megatron_saves_as_fully_reshardable(
     assert all(FC1 in keys for keys in reports[0]["keys"])
 
 
+@pytest.mark.long
 def test_state_of_experts_in_buckets_equals_what_megatron_saves_as_fully_reshardable(
     world: World, tmp_path: Path
 ) -> None:

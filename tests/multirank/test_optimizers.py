@@ -8,6 +8,7 @@ from tests.multirank.layouts import CP2, DENSE, EP2, EP4, EXPERTS, PP2, TP2, VPP
 from tests.support.world import World
 
 
+@pytest.mark.long
 def test_fully_reshardable_state_fits_other_layouts(world: World, tmp_path: Path) -> None:
     pairs = [(DENSE, [TP2, VPP2, CP2]), (TP2, [DENSE, PP2]), (EXPERTS | EP2, [EXPERTS | EP2]), (CP2, [TP2])]
     reports = world.run("model_ranks:reshard", tmp_path, pairs, "fully_reshardable", timeout_seconds=150)
