@@ -27,9 +27,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 _DESCRIPTION = """\
 Measures what a save costs a GPU that trains.
 
-Runs each part (tests, training, held time, copies, steps, loads, page-locking, Megatron's ways) in its own
-process and within its own time limit. Writes one JSON file, anew after each part, and prints a table. Two
-calls (--call) make a whole: once the files of both are in one folder they are merged, by themselves or by
+Runs each part (tests, training, held time, copies, small copies beside them, steps, loads...) in its own
+process and within its own time limit. Writes one JSON file, anew after each part, and prints a table. Three
+calls (--call) make a whole: once files of several are in one folder they are merged, by themselves or by
 --merge."""
 _EXAMPLES = """\
 examples:
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="results' folder (default: $OUT, benchmarks/results; of --fake build/bench)",
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
-    parser.add_argument("--call", type=int, choices=CALLS, help="half of the parts, in about 6 minutes")
+    parser.add_argument("--call", type=int, choices=CALLS, help="some of the parts, in 6 minutes at most")
     parser.add_argument("--parts", nargs="+", choices=PART_SECONDS, help="these parts instead of all")
     parser.add_argument(
         "--memory",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import time
 import warnings
 from typing import Any
 
@@ -25,6 +26,8 @@ from benchmarks.rounds import medians
 from benchmarks.states import bytes_of
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.providers.tensors import is_frozen
+
+_LEAST_SECONDS = 15.0  # for rounds
 
 Samples = dict[str, list[dict[str, float]]]  # by way: the parts of each save
 State = dict[str, torch.nn.Parameter]
@@ -67,6 +70,9 @@ def _first_saves(part: Part, state: State, work: Work) -> tuple[list[Way], dict[
     ready: list[Way] = []
     taken: dict[str, dict[str, float]] = {}
     for way in ways:
+        if time.monotonic() > part.deadline - _LEAST_SECONDS:
+            left_out[way.name] = "no time was left"
+            continue
         directory = part.folder / way.name  # its own: a save that was abandoned may go on
         with MemoryWatch(part.device) as watch:
             first = way.try_save(lambda: _sharded(state), directory, work)
@@ -76,7 +82,7 @@ def _first_saves(part: Part, state: State, work: Work) -> tuple[list[Way], dict[
         else:
             left_out[way.name] = first
         shutil.rmtree(directory, ignore_errors=True)
-        part.report(left_out=left_out)
+        part.report(left_out=left_out, first_saves=taken)
     return ready, taken
 
 

@@ -27,6 +27,7 @@ from benchmarks.gpu.loads import measure_loads
 from benchmarks.gpu.megatron import measure_megatron
 from benchmarks.gpu.page_locking import measure_page_locking
 from benchmarks.gpu.pipeline import measure_pipeline
+from benchmarks.gpu.small_copies import measure_small_copies
 from benchmarks.gpu.steps import measure_steps
 from benchmarks.gpu.training import measure_training
 from megatron_datastates.config import GIB, MIB
@@ -35,6 +36,7 @@ _MEASURES = {
     "page_locking": measure_page_locking,
     "copies": measure_copies,
     "held": measure_held,
+    "small_copies": measure_small_copies,
     "steps": measure_steps,
     "pipeline": measure_pipeline,
     "loads": measure_loads,

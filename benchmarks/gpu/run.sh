@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: builds the native module in place, runs tests/gpu and the GPU benchmark (python -m
 # benchmarks.gpu), and writes one JSON file with the results of both and the machine. In two calls of about
-# 6 minutes each:
+# 6 minutes each, and a third of 2:
 #
 #   benchmarks/gpu/run.sh --call 1     the machine, tests, training in Megatron's own loop
-#   benchmarks/gpu/run.sh --call 2     held time, copies, steps, loads, page-locking, one connection, Megatron's ways
+#   benchmarks/gpu/run.sh --call 2     held time, small copies beside ours, steps, loads, Megatron's ways
+#   benchmarks/gpu/run.sh --call 3     rates of copies, held time with one connection, page-locking, until published
 #   benchmarks/gpu/run.sh [--fake] [--prebuilt] [other arguments: see python -m benchmarks.gpu --help]
 #
 # --fake tries all of it but the tests where there is no GPU: on the fake CUDA driver of tests/native, at a tiny size.
 # Its numbers mean nothing, and go to build/bench.
 #
-# Results go to $OUT if that is set, else to benchmarks/results: gpu-NAME-DATE-call1.json and -call2.json, and
-# gpu-failed.log with the output of parts that failed. A call that finds the other call's file next to its own merges
-# both into gpu-NAME-DATE.json. If each call ran on its own machine, merge their files where both are:
+# Results go to $OUT if that is set, else to benchmarks/results: gpu-NAME-DATE-call1.json and so on, and
+# gpu-failed.log with the output of parts that failed. A call that finds files of other calls next to its own merges
+# them into gpu-NAME-DATE.json. If each call ran on its own machine, merge their files where both are:
 #
 #   python3 -m benchmarks.gpu --merge FILE-call1.json FILE-call2.json
 #

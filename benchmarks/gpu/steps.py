@@ -20,6 +20,7 @@ from benchmarks.gpu.device import make_shard
 from benchmarks.gpu.environment import CONNECTIONS_LIMIT, IS_FAKE
 from benchmarks.gpu.memory import NO_TMPFS, fitting, pool_for, tmpfs
 from benchmarks.gpu.saves import DeviceSaves
+from benchmarks.gpu.small_copies import ORDERS
 from benchmarks.states import bytes_of
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.fence import FENCE
@@ -123,10 +124,8 @@ def _contenders(part: Part, training: Training, left_out: list[str]) -> Iterator
         else:
             found["tmpfs"] = DeviceSaves(part.device, memory, pool)
         found["disk"] = DeviceSaves(part.device, part.folder, pool)
-        for mib in (2, 32):
-            found[f"disk_{mib}_mib_in_flight"] = DeviceSaves(
-                part.device, part.folder, pool, most_in_flight=mib * MIB
-            )
+        for order in ("2_mib_in_flight", "bursts_of_8_mib", "two_streams"):
+            found[f"disk_{order}"] = DeviceSaves(part.device, part.folder, pool, **ORDERS[order])
         yield found
         for saves in found.values():
             saves.close()

@@ -27,7 +27,8 @@ _ARGUMENTS = ROOT / "recipes" / "tiny.args"
 _MODEL = Model(2, 64, 32) if IS_FAKE else Model(24, 1024, 1024)
 _BATCH = "1 2 4" if IS_FAKE else "4 8 16"  # micro-batch, global batch, attention heads
 _CHECKPOINT_BYTES = 14 * 12 * 24 * 1024 * 1024  # bf16 parameters, and fp32 ones with two moments; about
-_BLOCK = 6 if IS_FAKE else 12  # iterations; two blocks are longer than torch_dist needs for a save
+_BLOCK = 6  # iterations; two blocks are longer than a save of ours to tmpfs
+_LONG_BLOCK = 6 if IS_FAKE else 12  # two are longer than torch_dist needs for a save, and a disk for ours
 _DIGESTED = 2  # the save before which the state is digested; nothing up to it counts
 _LOG_TAIL = 1500
 
@@ -40,7 +41,9 @@ class Run:
     arguments: list[str]
     blocks: int
     on_tmpfs: bool
+    block: int = _LONG_BLOCK
     is_resumed: bool = False  # from a checkpoint whose state was digested, which must come back
+    is_profiled: bool = False  # in the iterations after the last two saves, which do not count
 
     @property
     def name(self) -> str:
@@ -69,8 +72,10 @@ def measure_training(part: Part) -> None:
             if folder is None or remaining < 20:
                 left_out.append(f"{run.name}: no {'time' if folder else 'tmpfs'}")
                 continue
+            begin = time.monotonic()
             try:
                 ways[run.name] = _measure(run, folder, remaining)
+                ways[run.name]["seconds"] = time.monotonic() - begin
             except subprocess.TimeoutExpired:
                 left_out.append(f"{run.name}: it did not end within the {remaining:.0f} s that were left")
             except RuntimeError as error:
@@ -87,12 +92,13 @@ def _runs() -> list[Run]:
     """Returns all runs, the most telling first."""
     ours = FORMATS["datastates async"]
     theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
+    blocks = 7 if IS_FAKE else 21
     runs = [
-        Run("datastates async", ours, 7 if IS_FAKE else 9, on_tmpfs=False, is_resumed=True),
-        Run("torch_dist async", [*theirs, "--async-save", _WORKER], 7, on_tmpfs=True),
-        Run("datastates async", ours, 7, on_tmpfs=True),
-        Run("torch_dist", theirs, 7, on_tmpfs=True),
-        Run("datastates", FORMATS["datastates"], 7, on_tmpfs=True),
+        Run("datastates async", ours, blocks, on_tmpfs=True, block=_BLOCK, is_profiled=True),
+        Run("torch_dist async", [*theirs, "--async-save", _WORKER], 5, on_tmpfs=True),
+        Run("datastates async", ours, 7 if IS_FAKE else 5, on_tmpfs=False, is_resumed=True),
+        Run("torch_dist", theirs, 5, on_tmpfs=True),
+        Run("datastates", FORMATS["datastates"], 5, on_tmpfs=True),
     ]
     if IS_FAKE:  # processes that Megatron spawns have no stand-ins for a GPU
         del runs[1]
@@ -102,16 +108,21 @@ def _runs() -> list[Run]:
 def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
     begin, checkpoints, report = time.monotonic(), folder / "training", folder / "report.jsonl"
     try:
-        options = ["--save-blocks", str(_BLOCK)]
+        options = ["--save-blocks", str(run.block)]
         is_ours = "datastates" in run.arguments
         if run.is_resumed:
             options += ["--digest-save", str(_DIGESTED)]
+        if run.is_profiled:
+            options += ["--profile-from", str((run.blocks - 2) * run.block)]
         arguments = [*run.arguments, "--save", str(checkpoints)]
         arguments += ["--datastates-report-file", str(report)] if is_ours else []
-        found = _train(folder, options, run.blocks * _BLOCK + 1, arguments, seconds)
+        found = _train(folder, options, run.blocks * run.block + 1, arguments, seconds)
         # torch_dist writes metadata.json first.
         size, saves = checkpoint_bytes(checkpoints, "metadata.json" if is_ours else ".metadata")
-        result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1)
+        result = summarize(
+            found["spans"], _DIGESTED if run.is_resumed else 1, run.block, 1 if run.is_profiled else 0
+        )
+        result |= {"profile": found["profile"]} if run.is_profiled else {}
         result |= {"checkpoint_bytes": size, "checkpoints": saves}
         if report.exists():
             result["report"] = [json.loads(line) for line in report.read_text().splitlines()]
@@ -182,7 +193,9 @@ def _train(
         record.unlink(missing_ok=True)
 
 
-def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK) -> dict[str, Any]:
+def summarize(
+    spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK, uncounted_at_end: int = 0
+) -> dict[str, Any]:
     """Returns medians over the blocks whose saves count: held time by part, and what a save costs, in ms.
 
     Args:
@@ -190,15 +203,19 @@ def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK)
             a save.
         uncounted: how many saves, the first ones, do not count.
         block: iterations of one.
+        uncounted_at_end: how many of the last saves in blocks do not count, either.
     """
     begins = [begin for begin, _ in spans["step"]]
     iterations = [after - before for before, after in pairwise(begins)]
     sums = [sum(iterations[at : at + block]) for at in range(0, len(iterations) - block + 1, block)]
     saves = spans["save"]
-    costs, held = [], []
-    for number, at in enumerate(range(1, len(sums) - 1, 2)):
+    costs, held, copying, longer = [], [], [], []
+    for number, at in enumerate(range(1, len(sums) - 1 - 2 * uncounted_at_end, 2)):
         if number < uncounted:
             continue
+        beside = iterations[(at - 1) * block : at * block] + iterations[(at + 1) * block : (at + 2) * block]
+        copying.append(iterations[at * block + 1])
+        longer.append(copying[-1] / statistics.median(beside) - 1)
         costs.append(sums[at] - (sums[at - 1] + sums[at + 1]) / 2)
         begin, end = saves[number][0], begins[(at + 2) * block]
         parts = {
@@ -218,6 +235,8 @@ def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK)
         "cost_ms": 1e3 * statistics.median(costs),
         "cost_ms_spread": [1e3 * min(costs), 1e3 * max(costs)],
         "cost_of_an_iteration": 1e3 * statistics.median(costs) / iteration,
+        "copying_iteration_ms": 1e3 * statistics.median(copying),
+        "copying_iteration_longer_percent": 100 * statistics.median(longer),
         "first_save_ms": 1e3 * (saves[0][1] - saves[0][0]),
         "held_ms_by_save": [{name: 1e3 * seconds for name, seconds in one.items()} for one in held],
         "iterations_ms": [1e3 * seconds for seconds in iterations],

@@ -125,7 +125,7 @@ def all_ways(device: Device) -> tuple[list[Way], dict[str, str]]:
     def before_step() -> None:
         FENCE.wait("the benchmark's step")
 
-    def theirs(threads: int = 1) -> Any:
+    def theirs(threads: int) -> Any:
         stock = TorchDistSaveShardedStrategy(thread_count=threads, cached_metadata=True)
         return FullyParallelSaveStrategyWrapper(stock, do_cache_distribution=True)
 
@@ -135,16 +135,15 @@ def all_ways(device: Device) -> tuple[list[Way], dict[str, str]]:
 
     ways = [
         Way("datastates", ours(), AsyncCallsQueue(), fence=before_step),
-        Way("datastates_sync", ours()),
-        Way("torch_dist_sync", theirs()),
-        Way("torch_dist_sync_2_threads", theirs(2)),
-        Way("torch_dist_async_fork", theirs(2), AsyncCallsQueue()),
         Way("torch_dist_async_persistent", theirs(2), AsyncCallsQueue(persistent=True), has_worker=True),
+        Way("torch_dist_async_fork", theirs(2), AsyncCallsQueue()),
+        Way("datastates_sync", ours()),
+        Way("torch_dist_sync", theirs(2)),
     ]
     try:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue as NvrxQueue
     except ImportError as error:
         return ways, {"torch_dist_async_nvrx": f"nvidia-resiliency-ext is not there ({error})"}
     queue = NvrxQueue(persistent=True)
-    ways.append(Way("torch_dist_async_nvrx", theirs(2), queue, async_strategy="nvrx", has_worker=True))
+    ways.insert(1, Way("torch_dist_async_nvrx", theirs(2), queue, async_strategy="nvrx", has_worker=True))
     return ways, {}

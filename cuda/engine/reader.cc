@@ -34,7 +34,8 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
   const size_t threads = std::min(static_cast<size_t>(reader_->options().threads), plan_.windows().size());
   SlotPool& pool = reader_->pool();
   if (plan_.has_device_targets()) {
-    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver), kMostBytesInFlight);
+    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver), kMostBytesInFlight,
+                                             false, false);
     node_ = NodeOfDevice(reader_->options().sysfs, copier_->driver()->CurrentBusId());
     pool.Register(copier_->driver(), copier_->context(), node_);
     copier_->StartAfter(trainer);

@@ -69,6 +69,8 @@ class Engine:
         sysfs: str = "/sys",
         most_in_flight: int = ...,
         sample_seed: int = 0,
+        bursts: bool = False,
+        two_streams: bool = False,
     ) -> None: ...
     def start(
         self,

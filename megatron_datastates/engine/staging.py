@@ -71,6 +71,8 @@ class StagingEngine:
                 sysfs=options.sysfs,
                 most_in_flight=options.most_in_flight,
                 sample_seed=options.sample_seed,
+                bursts=options.bursts,
+                two_streams=options.two_streams,
             )
 
     def begin(

@@ -107,8 +107,8 @@ def test_copies_come_after_the_kernel_that_writes_their_source(
 
 
 def test_start_and_fence_do_not_wait_for_the_device(warm: StagingEngine, tmp_path: Path) -> None:
-    """As long as no more than kMostBytesInFlight is to be copied: the host waits for what is beyond that."""
-    tensors = layers(count=7, size=4 * MIB)
+    """As long as no more than Options.most_in_flight is to be copied: the host waits for what is beyond."""
+    tensors = layers(count=7, size=MIB)
     torch.cuda.synchronize()
     busy(1.0)
     begin = time.perf_counter()

@@ -1,5 +1,6 @@
 """What a save enqueues on the device, and when: on the fake driver."""
 
+import itertools
 import time
 from pathlib import Path
 
@@ -8,7 +9,17 @@ import pytest
 
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
+from tests.native.harness import (
+    ALIGNMENT,
+    KIB,
+    Copy,
+    Engines,
+    Save,
+    eventually,
+    expected_bytes,
+    random_bytes,
+    save_whole,
+)
 
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 64  # cuda/device/copier.h
@@ -195,14 +206,83 @@ def test_bytes_in_flight_are_bounded(
     copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
     save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())
     save.expect(Milestone.STAGED)
-    in_flight = most = 0
-    for line in cuda.log():
-        if line.startswith("cuMemcpyDtoHAsync"):
-            most = max(most, in_flight := in_flight + int(line.split()[-1]))
-        elif line.startswith("ran ") and line.split()[-1].isdigit():
-            in_flight -= int(line.split()[-1])
-    assert in_flight == 0 and bound < most <= bound + 3 * size
+    in_flight = in_flight_after_each(cuda.log())
+    assert in_flight[-1] == 0 and bound < max(in_flight) <= bound + size
     save.job.cancel("enough")
+
+
+def in_flight_after_each(log: list[str]) -> list[int]:
+    """Returns the bytes that are in flight after each copy was enqueued or run."""
+    found = [0]
+    for line in log:
+        if line.startswith("cuMemcpyDtoHAsync"):
+            found.append(found[-1] + int(line.split()[-1]))
+        elif line.startswith("ran ") and line.split()[-1].isdigit():
+            found.append(found[-1] - int(line.split()[-1]))
+    return found
+
+
+def test_nothing_is_in_flight_between_two_bursts(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """So that a copy of the trainer's waits for one burst at most, whatever order the device has."""
+    size, count, bound = 64 * KIB, 60, 256 * KIB
+    memory = random_bytes(size * count)
+    options = {"tripwire": False, "most_in_flight": bound, "bursts": True}
+    engine = device_engines(slot_bytes=size, most_slots=count + 2, **options)
+    cuda.delay_copies(seconds=0.002)
+    copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
+    save_whole(engine, tmp_path / "data", copies, stream=cuda.new_stream())
+    found = in_flight_after_each(cuda.log())
+    assert found[-1] == 0 and max(found) <= bound + size
+    assert found[1:].count(0) >= size * count // (bound + size)
+
+
+def test_a_burst_has_a_bounded_number_of_copies(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    cuda.share_connection()
+    cuda.delay_copies(seconds=0.0002)
+    engine = device_engines(bursts=True)
+    save_whole(engine, tmp_path / "data", many(2000), stream=cuda.new_stream())
+    assert cuda.deepest_queue < MOST_IN_FLIGHT + 100
+
+
+@pytest.mark.parametrize("order", ["bursts", "two_streams"])
+def test_other_orders_of_copies_follow_the_trainer_and_hold_it_back(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, order: str
+) -> None:
+    """Copies on each stream follow what the trainer enqueued before, and precede what it enqueues later."""
+    engine = device_engines(most_slots=64, tripwire=False, most_in_flight=4 * KIB, **{order: True})
+    trainer, copies = cuda.new_stream(), many(500)
+    wanted = expected_bytes(copies)
+    cuda.hold_stream(trainer)
+    save = Save(engine, tmp_path / "data", copies, stream=trainer)
+    assert not save.reaches(Milestone.STAGED, 0.1) and not cuda.calls("ran")
+    cuda.release_stream(trainer)
+    save.expect(Milestone.ENQUEUED)
+    save.job.hold_back(trainer)
+    cuda.launch_fill(trainer, copies[-1].source.ctypes.data, 1, copies[-1].source.nbytes)
+    save.finish()
+    cuda.synchronize(trainer)
+    assert save.path.read_bytes()[: len(wanted)] == wanted
+    assert len(cuda.calls("cuStreamCreateWithPriority")) == (2 if order == "two_streams" else 1)
+
+
+def test_two_streams_take_turns(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=64, tripwire=False, two_streams=True)
+    save_whole(engine, tmp_path / "data", many(2000), stream=cuda.new_stream())
+    streams = [line.split()[1] for line in cuda.log() if line.startswith("cuMemcpyDtoHAsync")]
+    runs = [len(list(group)) for _, group in itertools.groupby(streams)]
+    assert len(set(streams)) == 2 and max(runs) <= COPIES_PER_EVENT + 1
+
+
+def test_events_are_used_again(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    """Each creation and destruction takes a lock of the driver that the trainer's launches take, too."""
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=64, tripwire=False)
+    save_whole(engine, tmp_path / "data", many(10_000), stream=cuda.new_stream())
+    assert len(cuda.calls("cuEventRecord")) > 10_000 / COPIES_PER_EVENT
+    assert len(cuda.calls("cuEventCreate")) < 40
 
 
 def test_an_event_serves_many_copies(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
