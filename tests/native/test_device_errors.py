@@ -26,14 +26,15 @@ def test_an_error_in_mid_save_fails_it_and_leaves_room_for_the_next(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
 ) -> None:
     engine, stream = device_engines(most_slots=2), cuda.new_stream()
-    save_whole(engine, tmp_path / "first", shard(), stream=stream)
-    cuda.fail(call, nth=4)
+    if call != "cuEventCreate":  # a later save uses the events of the first
+        save_whole(engine, tmp_path / "first", shard(), stream=stream)
+    cuda.fail(call, nth=3 if call == "cuEventCreate" else 4)
     save = Save(engine, tmp_path / "failed", shard(), stream=stream)
     error = save.failure()
     assert call in error and "an illegal memory access was encountered" in error and "700" in error
     save.job.remove()
     save_whole(engine, tmp_path / "next", shard(), stream=stream)
-    assert sorted(os.listdir(tmp_path)) == ["first", "next"]
+    assert set(os.listdir(tmp_path)) - {"first"} == {"next"}
 
 
 @pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"])
@@ -138,12 +139,10 @@ def test_without_memory_for_an_event_a_save_keeps_its_sources_until_its_copies_r
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     engine, stream = device_engines(tripwire=False), cuda.new_stream()
-    save_whole(engine, tmp_path / "warm", shard(), stream=stream)
-    enqueued = len(cuda.calls("cuMemcpyDtoHAsync"))
     cuda.hold_stream(stream)
     cuda.hold_call("cuMemcpyDtoHAsync")
     save = Save(engine, tmp_path / "data", shard(), stream=stream)
-    eventually(lambda: len(cuda.calls("cuMemcpyDtoHAsync")) > enqueued, "a copy is about to be enqueued")
+    eventually(lambda: cuda.calls("cuMemcpyDtoHAsync"), "a copy is about to be enqueued")
     cuda.fail("cuEventCreate", nth=0)
     cuda.release_call("cuMemcpyDtoHAsync")
     assert not save.reaches(Milestone.RELEASED, 0.3)
