@@ -2,7 +2,7 @@
 
 From a save's start until its copies are done, three operations take turns: launches of small kernels,
 `.item()`, and a copy of a few bytes to the device. Where the first take longer, the driver's locks or the
-processor are to blame; where the others do, the device's copy engines.
+processor are to blame; where the others do, the device's copy engines. The start of the save is timed, too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "bursts_of_16_mib": {"bursts": True, "most_in_flight": 16 * MIB},
     "two_streams": {"two_streams": True},
     "two_streams_32_mib_in_flight": {"two_streams": True, "most_in_flight": 32 * MIB},
+    "without_samples": {"tripwire": False},  # for what they cost the start
 }
 _LAUNCHES = 16  # of small kernels, in each sample
 _ALONE_SECONDS = 0.05
@@ -38,6 +39,7 @@ _OPERATIONS = ("launch_us", "item_us", "to_device_us")
 _MOST_SECONDS = 60.0
 
 Sample = dict[str, float]  # seconds of each operation
+Outcome = tuple[list[Sample], float, float]  # seconds of the copies, and of their start
 
 
 def measure_small_copies(part: Part) -> None:
@@ -49,7 +51,7 @@ def measure_small_copies(part: Part) -> None:
         name: DeviceSaves(part.device, part.folder, pool, discard=True, **options)
         for name, options in ORDERS.items()
     }
-    copies: dict[str, Callable[[], tuple[list[Sample], float]]] = {
+    copies: dict[str, Callable[[], Outcome]] = {
         "alone": lambda: _alone(trainer),
         "bare": BareCopies(shard, trainer).run,
     }
@@ -62,8 +64,7 @@ def measure_small_copies(part: Part) -> None:
         run()
     for number in part.rounds(2 if part.is_small else 12):
         for name, run in copies.items():
-            samples, seconds = run()
-            found[name].append(_summary(samples, seconds, total))
+            found[name].append(_summary(run(), total))
         results = {name: _over_rounds(rounds, found["alone"]) for name, rounds in found.items()}
         part.report(repeats=number + 1, orders=results)
     for one in saves.values():
@@ -107,8 +108,8 @@ class BareCopies:
             for key, tensor in shard.items()
         }
 
-    def run(self) -> tuple[list[Sample], float]:
-        """Returns samples until the copies are done, and their seconds."""
+    def run(self) -> Outcome:
+        """Takes samples until the copies are done."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         with torch.cuda.stream(self._stream):
@@ -116,25 +117,26 @@ class BareCopies:
                 self._copies[key].copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
+        started = time.perf_counter() - begin
         samples = [self._trainer.sample()]
         while not done.query():
             samples.append(self._trainer.sample())
-        return samples, time.perf_counter() - begin
+        return samples, time.perf_counter() - begin, started
 
 
-def _alone(trainer: SmallOperations) -> tuple[list[Sample], float]:
+def _alone(trainer: SmallOperations) -> Outcome:
     begin, samples = time.perf_counter(), []
     while time.perf_counter() - begin < _ALONE_SECONDS:
         samples.append(trainer.sample())
-    return samples, time.perf_counter() - begin
+    return samples, time.perf_counter() - begin, 0.0
 
 
-def _during_a_save(
-    saves: DeviceSaves, shard: Tensors, trainer: SmallOperations
-) -> tuple[list[Sample], float]:
-    """Returns samples from the first poll until the copies are done, and the copies' seconds."""
+def _during_a_save(saves: DeviceSaves, shard: Tensors, trainer: SmallOperations) -> Outcome:
+    """Takes samples from the first poll until the copies are done."""
     torch.cuda.synchronize()
+    called = time.perf_counter()
     publication = saves.start_shard(shard)
+    started = time.perf_counter() - called
     publication.poll()
     save, samples = publication.save, []
     begin = time.perf_counter()
@@ -145,11 +147,13 @@ def _during_a_save(
     samples = samples or [trainer.sample()]
     saves.fence()
     saves.discard(publication)
-    return samples, copied
+    return samples, copied, started
 
 
-def _summary(samples: list[Sample], seconds: float, total: int) -> dict[str, float]:
-    found = {"copies_ms": 1e3 * seconds, "gb_per_s": total / seconds / 1e9, "samples": float(len(samples))}
+def _summary(outcome: Outcome, total: int) -> dict[str, float]:
+    samples, copies, start = outcome
+    found = {"copies_ms": 1e3 * copies, "start_ms": 1e3 * start, "samples": float(len(samples))}
+    found["gb_per_s"] = total / copies / 1e9
     for name in _OPERATIONS:
         values = [sample[name] for sample in samples]
         found[name] = 1e6 * statistics.median(values)
