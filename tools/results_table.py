@@ -10,6 +10,7 @@ have no rows; each row names its source, and each source its machine, date and v
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ BEGIN = "<!-- Made by tools/results_table.py; do not edit. -->"
 END = "<!-- End of what it makes. -->"
 OURS, THEIRS = "datastates", "torch_dist"
 PEERS_PART = "disk, 1 rank"
-TRAINING_PARTS = {"large, DP 1": "one rank", "large, DP 2": "two ranks"}
+TWO_RANKS = "training-two-ranks"  # a later run, on another machine
+TRAINING_PARTS = {"training": ("large, DP 1", "one rank"), TWO_RANKS: ("large, DP 2", "two ranks")}
 Results = dict[str, Any]
 
 
@@ -84,21 +86,19 @@ def peers(found: Results) -> Iterator[Row]:
         yield Row(text, "peers", f"{of[ours][value]:.0f} ms", "" if best is None else f"{best:.0f} ms")
 
 
-def training(found: Results) -> Iterator[Row]:
+def training(found: Results, result: str = "training") -> Iterator[Row]:
     """Yields rows about runs in Megatron's loop that save in every iteration."""
-    for name, ranks in TRAINING_PARTS.items():
-        cases = found["parts"].get(name, {}).get("cases", {})
-        pair = [cases.get(f"{kind} async, every 1") for kind in (OURS, THEIRS)]
-        if pair[0] is None:
-            continue
-        size = max(one.get("checkpoint_bytes", 0) for one in cases.values()) / 1e6
-        text = (
-            f"Megatron's loop blocked by an asynchronous save of {size:,.0f} MB in every iteration, {ranks}"
-        )
-        yield Row(text, "training", *(f"{one['blocked_ms_per_save']:.0f} ms" if one else "" for one in pair))
-        without = f"{cases['no checkpoints']['end_to_end_s']:.1f} s without saves"
-        text = f"the same, {found['parts'][name]['iterations']} iterations end to end ({without})"
-        yield Row(text, "training", *(f"{one['end_to_end_s']:.1f} s" if one else "" for one in pair))
+    name, ranks = TRAINING_PARTS[result]
+    cases = found["parts"].get(name, {}).get("cases", {})
+    pair = [cases.get(f"{kind} async, every 1") for kind in (OURS, THEIRS)]
+    if pair[0] is None:
+        return
+    size = max(one.get("checkpoint_bytes", 0) for one in cases.values()) / 1e6
+    text = f"Megatron's loop blocked by an asynchronous save of {size:,.0f} MB in every iteration, {ranks}"
+    yield Row(text, result, *(f"{one['blocked_ms_per_save']:.0f} ms" if one else "" for one in pair))
+    without = f"{cases['no checkpoints']['end_to_end_s']:.1f} s without saves"
+    text = f"the same, {found['parts'][name]['iterations']} iterations end to end ({without})"
+    yield Row(text, result, *(f"{one['end_to_end_s']:.1f} s" if one else "" for one in pair))
 
 
 def gpu(found: Results) -> Iterator[Row]:
@@ -121,7 +121,14 @@ def gpu(found: Results) -> Iterator[Row]:
 
 
 GPU = "gpu-h100-80gb-hbm3-2026-11-26-2"
-MAKERS = {"engine": engine, "load": load, "peers": peers, "training": training, GPU: gpu}
+MAKERS = {
+    "engine": engine,
+    "load": load,
+    "peers": peers,
+    "training": training,
+    TWO_RANKS: functools.partial(training, result=TWO_RANKS),
+    GPU: gpu,
+}
 
 
 def rate(value: float) -> str:
