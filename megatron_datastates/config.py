@@ -314,9 +314,9 @@ class Options:
     # flight, 40 ms with all of them, and 9 ms with 8 MiB, whose copies took 103 ms instead of 93
     # (benchmarks/results/gpu-h100-in-flight.json).
     most_in_flight: int = dataclasses.field(default=8 * MIB, metadata={"parse": parse_bytes})
-    # Other orders of device copies, which benchmarks compare: see cuda/device/copier.h.
-    bursts: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
-    two_streams: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
+    # The device is waited for once for each so many of them; with 1, nothing else is in flight then. Not
+    # compared on a GPU yet: those figures are of copies that were waited for one by one.
+    parts_in_flight: int = dataclasses.field(default=2, metadata={"parse": int})
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
     sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
     # Bytes of stable tensors from which on a rank stores them apart. Below, one more file for each rank and

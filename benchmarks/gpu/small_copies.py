@@ -24,13 +24,12 @@ from megatron_datastates.config import GIB, MIB
 
 ORDERS: dict[str, dict[str, Any]] = {
     "8_mib_in_flight": {},  # the default
+    "8_mib_in_4_parts": {"parts_in_flight": 4},
     "2_mib_in_flight": {"most_in_flight": 2 * MIB},
     "32_mib_in_flight": {"most_in_flight": 32 * MIB},
-    "bursts_of_4_mib": {"bursts": True, "most_in_flight": 4 * MIB},
-    "bursts_of_8_mib": {"bursts": True},
-    "bursts_of_16_mib": {"bursts": True, "most_in_flight": 16 * MIB},
-    "two_streams": {"two_streams": True},
-    "two_streams_32_mib_in_flight": {"two_streams": True, "most_in_flight": 32 * MIB},
+    "bursts_of_4_mib": {"parts_in_flight": 1, "most_in_flight": 4 * MIB},
+    "bursts_of_8_mib": {"parts_in_flight": 1},
+    "bursts_of_16_mib": {"parts_in_flight": 1, "most_in_flight": 16 * MIB},
     "without_samples": {"tripwire": False},  # for what they cost the start
 }
 _LAUNCHES = 16  # of small kernels, in each sample

@@ -8,39 +8,39 @@ namespace datastates {
 namespace {
 
 constexpr auto kRetryInterval = std::chrono::milliseconds(100);
+constexpr size_t kMostSpare = 64;  // events; rarely more than ten are in use
+
+// Whether a row of that many bytes, and that distance to the next, can be part of a copy of several.
+bool Fits(size_t step, size_t bytes) { return step >= bytes && step <= Driver::kMostPitch; }
 
 }  // namespace
 
-DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, bool bursts, bool two_streams)
-    : most_bytes_(most_bytes),
-      bursts_(bursts),
+DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, uint64_t parts)
+    : parts_(std::max<uint64_t>(parts, 1)),
+      part_bytes_(std::max<uint64_t>(most_bytes / parts_, 1)),
+      part_copies_(std::max<Place>(kMostInFlight / parts_, 1)),
       driver_(std::move(driver)),
       context_(driver_->EnterContext()),
       device_(driver_->CurrentDevice()),
       last_(driver_, context_),
       stream_(driver_->CreateLowPriorityStream()) {
-  if (two_streams) other_ = driver_->CreateLowPriorityStream();
+  spare_.reserve(kMostSpare);
 }
 
 DeviceCopier::~DeviceCopier() {
   const ContextScope scope(*driver_, context_);
   driver_->DestroyStream(stream_);
-  if (other_ != nullptr) driver_->DestroyStream(other_);
 }
 
 void DeviceCopier::StartAfter(CuStream trainer) {
   Event now(driver_, context_);
   driver_->Record(now.get(), trainer);
-  const MutexLock lock(enqueuing_);
   driver_->StreamWait(stream_, now.get());
 }
 
-void DeviceCopier::HoldBack(CuStream trainer) {
+void DeviceCopier::HoldBack(CuStream trainer) const {
   Event now(driver_, context_);
-  {
-    const MutexLock lock(enqueuing_);
-    driver_->Record(now.get(), stream_);
-  }
+  driver_->Record(now.get(), stream_);
   driver_->StreamWait(trainer, now.get());
 }
 
@@ -51,115 +51,133 @@ void DeviceCopier::EnterThread() const {
 
 void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
                                   size_t rows) {
-  EnqueueRows(target, source, row_bytes, row_step, rows, [](Sums) {});
+  if (rows > 1 && Fits(row_step, row_bytes)) {
+    driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
+    Count(rows * row_bytes);
+    return;
+  }
+  for (size_t i = 0; i < rows; ++i) {
+    driver_->CopyToHost(target + i * row_bytes, source + i * row_step, row_bytes, stream_);
+    Count(row_bytes);
+  }
 }
 
 void DeviceCopier::CopyRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
                             size_t rows) {
   const MutexLock turn(turns_);
-  const auto bound = [this](Sums now) NO_THREAD_SAFETY_ANALYSIS { Bound(now); };  // under turns_
-  EnqueueRows(target, source, row_bytes, row_step, rows, bound);
-}
-
-template <typename Then>
-void DeviceCopier::EnqueueRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
-                               size_t rows, const Then& then) {
-  if (rows > 1 && row_step >= row_bytes && row_step <= Driver::kMostPitch) {
-    return then(Enqueue(rows * row_bytes, [&](CuStream stream) {
-      driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream);
-    }));
-  }
-  for (size_t i = 0; i < rows; ++i) {
-    then(Enqueue(row_bytes, [&](CuStream stream) {
-      driver_->CopyToHost(target + i * row_bytes, source + i * row_step, row_bytes, stream);
-    }));
-  }
+  EnqueueRows({row_step, row_bytes, row_bytes, rows}, [&](size_t row, size_t at, size_t bytes, size_t count) {
+    uint8_t* const to = target + row * row_bytes + at;
+    const CuPointer from = source + row * row_step + at;
+    if (count > 1) return driver_->CopyRowsToHost(to, from, bytes, row_step, count, stream_);
+    driver_->CopyToHost(to, from, bytes, stream_);
+  });
 }
 
 void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source,
                                 size_t source_step, size_t row_bytes, size_t rows) {
   const MutexLock turn(turns_);
-  const auto fits = [row_bytes](size_t pitch) { return pitch >= row_bytes && pitch <= Driver::kMostPitch; };
-  if (rows > 1 && fits(target_step) && fits(source_step)) {
-    return Bound(Enqueue(rows * row_bytes, [&](CuStream stream) {
-      driver_->CopyRowsToDevice(target, target_step, source, source_step, row_bytes, rows, stream);
-    }));
-  }
-  for (size_t i = 0; i < rows; ++i) {
-    Bound(Enqueue(row_bytes, [&](CuStream stream) {
-      driver_->CopyToDevice(target + i * target_step, source + i * source_step, row_bytes, stream);
-    }));
-  }
+  EnqueueRows({target_step, source_step, row_bytes, rows},
+              [&](size_t row, size_t at, size_t bytes, size_t count) {
+                const CuPointer to = target + row * target_step + at;
+                const uint8_t* const from = source + row * source_step + at;
+                if (count > 1) {
+                  return driver_->CopyRowsToDevice(to, target_step, from, source_step, bytes, count, stream_);
+                }
+                driver_->CopyToDevice(to, from, bytes, stream_);
+              });
 }
 
 template <typename Copy>
-DeviceCopier::Sums DeviceCopier::Enqueue(uint64_t bytes, const Copy& copy) {
-  const MutexLock lock(enqueuing_);
-  copy(stream_);
-  return {++enqueued_, bytes_ += bytes};
+void DeviceCopier::EnqueueRows(const Rows& rows, const Copy& copy) {
+  if (rows.bytes == 0) return;
+  // Several rows in one call, as long as they are no more than a part; or a row, if need be in pieces.
+  const bool one_call = Fits(rows.device_step, rows.bytes) && Fits(rows.host_step, rows.bytes);
+  const size_t at_once = one_call ? std::max<size_t>(part_bytes_ / rows.bytes, 1) : 1;
+  for (size_t row = 0; row < rows.count;) {
+    const size_t count = std::min(at_once, rows.count - row);
+    for (size_t at = 0; at < rows.bytes;) {
+      const size_t bytes = count > 1 ? rows.bytes : std::min<size_t>(rows.bytes - at, part_bytes_);
+      MakeRoom(count * bytes);
+      copy(row, at, bytes, count);
+      Count(count * bytes);
+      at += bytes;
+    }
+    row += count;
+  }
 }
 
-void DeviceCopier::Bound(Sums now) {
-  if (bursts_) {
-    if (now.place - burst_.place < kMostInFlight && now.bytes - burst_.bytes < most_bytes_) return;
-    WaitFor(now.place);
-    burst_ = now;
-    return;
-  }
+void DeviceCopier::Count(uint64_t bytes) {
+  const MutexLock lock(marking_);
+  ++enqueued_;
+  bytes_ += bytes;
+}
+
+void DeviceCopier::MakeRoom(uint64_t bytes) {
+  Sums now;
   {
-    const MutexLock lock(enqueuing_);
-    const bool is_due =
-        now.place >= marked_.place + kCopiesPerEvent || now.bytes >= marked_.bytes + kBytesPerEvent;
-    if (is_due) MarkHere();
+    const MutexLock lock(marking_);
+    now = {enqueued_, bytes_};
+    const bool fits =
+        now.bytes - part_.bytes + bytes <= part_bytes_ && now.place - part_.place < part_copies_;
+    if (!fits && now.place > part_.place) {
+      ends_.push_back(now);
+      MarkHere();
+      part_ = now;
+    }
   }
-  if (now.place > kMostInFlight) WaitFor(now.place - kMostInFlight);
-  if (now.bytes > most_bytes_) WaitUntil(&Sums::bytes, now.bytes - most_bytes_);
+  while (!ends_.empty() && (now.bytes - awaited_.bytes + bytes > parts_ * part_bytes_ ||
+                            now.place - awaited_.place >= parts_ * part_copies_)) {
+    WaitFor(ends_.front().place);
+    awaited_ = ends_.front();
+    ends_.pop_front();
+  }
 }
 
 void DeviceCopier::MarkHere() {
-  Mark mark{{enqueued_, bytes_}, nullptr};
-  if (spare_.empty()) {
-    mark.event = std::make_shared<Event>(driver_, context_);
-  } else {
-    mark.event = std::move(spare_.back());
-    spare_.pop_back();
-  }
+  Mark mark{enqueued_, TakeEvent()};
   driver_->Record(mark.event->get(), stream_);
-  marks_.push_back(mark);
-  marked_ = mark.sums;
-  if (other_ == nullptr) return;
-  driver_->StreamWait(other_, mark.event->get());
-  std::swap(stream_, other_);
+  marked_ = mark.place;
+  marks_.push_back(std::move(mark));
 }
 
-void DeviceCopier::WaitFor(Place place) { WaitUntil(&Sums::place, place); }
+std::unique_ptr<Event> DeviceCopier::TakeEvent() {
+  if (spare_.empty()) return std::make_unique<Event>(driver_, context_);
+  std::unique_ptr<Event> event = std::move(spare_.back());
+  spare_.pop_back();
+  return event;
+}
 
-void DeviceCopier::WaitUntil(uint64_t Sums::* count, uint64_t least) {
-  Mark mark;
-  {
-    const MutexLock lock(enqueuing_);
-    if (done_.*count >= least) return;
-    if (marked_.*count < least) MarkHere();
-    mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.sums.*count >= least; });
-  }
-  driver_->Synchronize(mark.event->get());
-  std::vector<std::shared_ptr<Event>> dropped;  // destroyed after the lock
-  const MutexLock lock(enqueuing_);
-  if (mark.sums.place > done_.place) done_ = mark.sums;
-  mark.event.reset();
-  while (!marks_.empty() && marks_.front().sums.place <= done_.place) {
-    const bool is_awaited = marks_.front().event.use_count() > 1;  // by another thread
-    (is_awaited ? dropped : spare_).push_back(std::move(marks_.front().event));
+void DeviceCopier::WaitFor(Place place) {
+  MutexLock lock(marking_);
+  while (done_ < place) {
+    if (is_awaited_) {
+      progress_.Wait(marking_);
+      continue;
+    }
+    if (marked_ < place) MarkHere();
+    Mark oldest = std::move(marks_.front());
     marks_.pop_front();
+    is_awaited_ = true;
+    lock.Unlock();
+    try {
+      driver_->Synchronize(oldest.event->get());
+    } catch (...) {
+      lock.Lock();
+      is_awaited_ = false;  // others find later marks, or make them
+      progress_.NotifyAll();
+      throw;
+    }
+    lock.Lock();
+    is_awaited_ = false;
+    done_ = oldest.place;
+    if (spare_.size() < spare_.capacity()) spare_.push_back(std::move(oldest.event));
+    progress_.NotifyAll();
   }
 }
 
 void DeviceCopier::WaitForAll() {
-  const MutexLock waiting(waiting_for_all_);
-  {
-    const MutexLock lock(enqueuing_);
-    driver_->Record(last_.get(), stream_);
-  }
+  const MutexLock lock(waiting_for_all_);
+  driver_->Record(last_.get(), stream_);
   driver_->Synchronize(last_.get());
 }
 

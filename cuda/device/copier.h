@@ -1,4 +1,4 @@
-// Copies between one device and host memory, on a low-priority stream that is ordered after the trainer's.
+// Copies between one device and host memory, on a stream that is ordered after the trainer's.
 // The order of copies and waits belongs here; the calls of the driver are device/driver.h's.
 #pragma once
 
@@ -37,14 +37,12 @@ class Event {
 // A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
 // streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. A small
 // copy of the trainer's waits for the copies that were enqueued before it, which share the device's copy
-// engine. So at most kMostInFlight copies and `most_bytes` are in the stream at a time (and one more copy);
-// a thread with more waits for the oldest. An event is recorded for every kCopiesPerEvent copies or
-// kBytesPerEvent.
+// engine, and maybe until this stream is empty. So at most kMostInFlight copies and `most_bytes` are in the
+// stream at a time, in `parts`: each has an event at its end, and once the next part would be too many, the
+// oldest is waited for. With one part, the stream is empty before the next begins.
 //
-// Two other orders are for benchmarks (benchmarks/gpu/small_copies.py), until one is known to be better:
-// `bursts` waits for all that is in the stream, once that much is, so that the copy engine is idle before the
-// next burst; `two_streams` changes the stream after each event, which the next stream waits for, so that
-// the copy engine changes its queue.
+// Calls of the driver take locks that the trainer's launches take, too, and it may be launching all the time.
+// So parts are large, events are used again, and one thread at a time waits for the device, for all.
 //
 // Each copy is a call of its own. cuMemcpyBatchAsync (12.8) takes many, but large and repeated submissions
 // are reported to hang or crash with driver 580 (vllm-project/vllm#49276), and it takes addresses of the host
@@ -54,11 +52,9 @@ class DeviceCopier {
   // A position in the order of the stream: the number of copies before it.
   using Place = uint64_t;
   static constexpr Place kMostInFlight = 256;
-  static constexpr Place kCopiesPerEvent = 64;
-  static constexpr uint64_t kBytesPerEvent = uint64_t{2} << 20;
 
   // Created on the trainer's thread, for its current context. Throws Failure.
-  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, bool bursts, bool two_streams);
+  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, uint64_t parts);
   ~DeviceCopier();
   DeviceCopier(const DeviceCopier&) = delete;
   DeviceCopier& operator=(const DeviceCopier&) = delete;
@@ -68,7 +64,7 @@ class DeviceCopier {
   // Orders later copies after everything enqueued on `trainer` so far.
   void StartAfter(CuStream trainer);
   // Orders what is enqueued on `trainer` from now on after every copy enqueued so far.
-  void HoldBack(CuStream trainer);
+  void HoldBack(CuStream trainer) const;
   // CopyRows without regard to kMostInFlight; the caller bounds the number of copies.
   void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows);
   // Returns a place after everything that this thread has enqueued.
@@ -104,49 +100,53 @@ class DeviceCopier {
     Place place = 0;
     uint64_t bytes = 0;
   };
-  // An event that is done when those copies are.
+  // An event that is done when the first `place` copies are.
   struct Mark {
-    Sums sums;
-    std::shared_ptr<Event> event;
+    Place place;
+    std::unique_ptr<Event> event;
+  };
+  // Rows of one copy, as far apart on the device and on the host.
+  struct Rows {
+    size_t device_step, host_step, bytes, count;
   };
 
-  // Enqueues one copy by `copy`, a function of a stream.
+  // Calls `copy` for parts of the rows: with a row, a place in it, a number of bytes and of rows.
   template <typename Copy>
-  Sums Enqueue(uint64_t bytes, const Copy& copy);
-  // Enqueues copies of rows, and calls `then` with the sums after each.
-  template <typename Then>
-  void EnqueueRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows,
-                   const Then& then);
-  // Waits for copies if there are too many, after one was enqueued that made the sums `now`.
-  void Bound(Sums now) REQUIRES(turns_);
-  // Returns when the stream has reached the first mark at which that count is at least `least`.
-  void WaitUntil(uint64_t Sums::* count, uint64_t least);
-  void MarkHere() REQUIRES(enqueuing_);
+  void EnqueueRows(const Rows& rows, const Copy& copy) REQUIRES(turns_);
+  // Before a copy of so many bytes, at most a part: ends the part if they do not fit, and waits for the
+  // oldest.
+  void MakeRoom(uint64_t bytes) REQUIRES(turns_);
+  void Count(uint64_t bytes);  // a copy that was enqueued
+  void MarkHere() REQUIRES(marking_);
+  std::unique_ptr<Event> TakeEvent() REQUIRES(marking_);
 
-  const uint64_t most_bytes_;
-  const bool bursts_;
+  const uint64_t parts_, part_bytes_;
+  const Place part_copies_;
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
   Mutex waiting_for_all_;  // one thread at a time records last_
   const Event last_;
+  const CuStream stream_;
 
-  // Held while a copy is enqueued and others are waited for, so that no other thread adds to what is in
+  // Held while copies are enqueued and earlier ones waited for, so that no other thread adds to what is in
   // flight. Those that must not wait for the device do not take it.
   Mutex turns_;
-  Sums burst_ GUARDED_BY(turns_);  // before the current burst
+  Sums part_ GUARDED_BY(turns_);              // before the part that is being enqueued
+  Sums awaited_ GUARDED_BY(turns_);           // what came before is not in flight
+  std::deque<Sums> ends_ GUARDED_BY(turns_);  // of the parts since then
 
-  // Held while anything is enqueued or counted, and never while the device is waited for: a mark covers what
-  // its sums count.
-  Mutex enqueuing_;
-  CuStream stream_ GUARDED_BY(enqueuing_);
-  CuStream other_ GUARDED_BY(enqueuing_) = nullptr;  // of two_streams; takes turns with stream_
+  // Counted after the driver's call, so that an event recorded after reading it covers at least as many
+  // copies.
   std::atomic<Place> enqueued_{0};
-  uint64_t bytes_ GUARDED_BY(enqueuing_) = 0;      // of those copies
-  std::deque<Mark> marks_ GUARDED_BY(enqueuing_);  // in the order of their places
-  Sums marked_ GUARDED_BY(enqueuing_);             // of the last one made
-  Sums done_ GUARDED_BY(enqueuing_);               // up to which copies are known to be done
-  std::vector<std::shared_ptr<Event>> spare_ GUARDED_BY(enqueuing_);  // of earlier marks, to be used again
+  Mutex marking_;  // held where enqueued_ grows, so that places and bytes grow together
+  uint64_t bytes_ GUARDED_BY(marking_) = 0;                         // of those copies
+  std::deque<Mark> marks_ GUARDED_BY(marking_);                     // in the order of their places
+  Place marked_ GUARDED_BY(marking_) = 0;                           // of the last one made
+  Place done_ GUARDED_BY(marking_) = 0;                             // so many copies are known to be done
+  bool is_awaited_ GUARDED_BY(marking_) = false;                    // some thread waits for a mark
+  CondVar progress_;                                                // done_ grew, or nobody waits any more
+  std::vector<std::unique_ptr<Event>> spare_ GUARDED_BY(marking_);  // of earlier marks
 };
 
 }  // namespace datastates

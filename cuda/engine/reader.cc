@@ -34,8 +34,7 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
   const size_t threads = std::min(static_cast<size_t>(reader_->options().threads), plan_.windows().size());
   SlotPool& pool = reader_->pool();
   if (plan_.has_device_targets()) {
-    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver), kMostBytesInFlight,
-                                             false, false);
+    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver), kMostBytesInFlight, 4);
     node_ = NodeOfDevice(reader_->options().sysfs, copier_->driver()->CurrentBusId());
     pool.Register(copier_->driver(), copier_->context(), node_);
     copier_->StartAfter(trainer);

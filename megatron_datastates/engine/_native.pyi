@@ -69,8 +69,7 @@ class Engine:
         sysfs: str = "/sys",
         most_in_flight: int = ...,
         sample_seed: int = 0,
-        bursts: bool = False,
-        two_streams: bool = False,
+        parts_in_flight: int = 2,
     ) -> None: ...
     def start(
         self,

@@ -71,8 +71,7 @@ class StagingEngine:
                 sysfs=options.sysfs,
                 most_in_flight=options.most_in_flight,
                 sample_seed=options.sample_seed,
-                bursts=options.bursts,
-                two_streams=options.two_streams,
+                parts_in_flight=options.parts_in_flight,
             )
 
     def begin(
