@@ -154,7 +154,7 @@ void DeviceCopier::WaitFor(Place place) {
       progress_.Wait(marking_);
       continue;
     }
-    if (marked_ < place) MarkHere();
+    if (marks_.empty() || marked_ < place) MarkHere();  // no mark is left of a wait that failed
     Mark oldest = std::move(marks_.front());
     marks_.pop_front();
     is_awaited_ = true;

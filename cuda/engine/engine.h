@@ -44,12 +44,12 @@ class Engine {
     uint64_t write_bytes_per_second;  // 0: no limit
     std::string driver;
     std::string faults;
-    bool discard;             // write nothing, to measure copies without a disk
-    bool tripwire;            // take samples: engine/tripwire.h
-    bool paranoid;            // copy fenced chunks twice and compare checksums (save_job.h)
-    std::string sysfs;        // os/numa.h
-    uint64_t most_in_flight;  // bytes of device copies (device/copier.h)
-    uint64_t sample_seed;     // of the first save; each later one adds 1. 0: random
+    bool discard;              // write nothing, to measure copies without a disk
+    bool tripwire;             // take samples: engine/tripwire.h
+    bool paranoid;             // copy fenced chunks twice and compare checksums (save_job.h)
+    std::string sysfs;         // os/numa.h
+    uint64_t most_in_flight;   // bytes of device copies (device/copier.h)
+    uint64_t sample_seed;      // of the first save; each later one adds 1. 0: random
     uint64_t parts_in_flight;  // of those copies
   };
 
