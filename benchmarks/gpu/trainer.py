@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -51,15 +52,13 @@ def main() -> None:
     digests = Digests(wanted.digest_save, wanted.digest_load)
     digests.attach()
     profile = Profile(wanted.profile_from)
+    counters = Counters()
     if wanted.profile_from:
         profile.attach()
+        counters.attach()
     pretrain_tiny.main()
-    facts = {
-        "spans": recorder.spans,
-        "profile": profile.found,
-        "saved": digests.saved,
-        "loaded": digests.loaded,
-    }
+    facts: dict[str, Any] = {"spans": recorder.spans, "saved": digests.saved, "loaded": digests.loaded}
+    facts |= {"profile": profile.found, "counters": counters.found}
     wanted.record.write_text(json.dumps(facts))
 
 
@@ -73,6 +72,56 @@ def _import_megatron() -> Any:
         importlib.import_module("fused_adam").install()  # stock Megatron loads no other's state
     importlib.import_module("megatron_datastates.mcore")  # it may not be installed here
     return importlib.import_module("pretrain_tiny")
+
+
+class Counters:
+    """Of each step: the processor time and waits of the threads that train, and the machine's interrupts.
+
+    Where a step takes longer, and its threads have computed no longer but waited more often, something held a
+    lock that they needed.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, int]] = []
+
+    def attach(self) -> None:
+        """Wraps Megatron's step. The first counts the time before it, too."""
+        from megatron.training import training as loop
+
+        step, before = loop.train_step, dict.fromkeys(self._read(), 0)
+
+        @functools.wraps(step)
+        def train_step(*args: Any, **options: Any) -> Any:
+            nonlocal before
+            result = step(*args, **options)
+            now = self._read()
+            self.found.append({name: value - before.get(name, 0) for name, value in now.items()})
+            before = now
+            return result
+
+        loop.train_step = train_step
+
+    @staticmethod
+    def _read() -> dict[str, int]:
+        """Returns nanoseconds of processor time, and numbers of voluntary waits and of interrupts."""
+        found: dict[str, int] = {"interrupts": _interrupts()}
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                name = (task / "comm").read_text().strip()
+                kind = "main" if task.name == str(os.getpid()) else "autograd" if "autograd" in name else ""
+                kind = "ours" if name.startswith("ds-") else kind or "others"
+                waits = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (task / "status").read_text(), re.M)
+                busy = int((task / "schedstat").read_text().split()[0])
+            except OSError:  # the thread has ended
+                continue
+            found[f"{kind}_ns"] = found.get(f"{kind}_ns", 0) + busy
+            found[f"{kind}_waits"] = found.get(f"{kind}_waits", 0) + int(waits[1] if waits else 0)
+        return found
+
+
+def _interrupts() -> int:
+    with open("/proc/stat") as statistics:
+        return next(int(line.split()[1]) for line in statistics if line.startswith("intr "))
 
 
 class Profile:

@@ -122,7 +122,8 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         result = summarize(
             found["spans"], _DIGESTED if run.is_resumed else 1, run.block, 1 if run.is_profiled else 0
         )
-        result |= {"profile": found["profile"]} if run.is_profiled else {}
+        if run.is_profiled:
+            result |= {"profile": found["profile"], "counters": _counted(found["counters"], run)}
         result |= {"checkpoint_bytes": size, "checkpoints": saves}
         if report.exists():
             result["report"] = [json.loads(line) for line in report.read_text().splitlines()]
@@ -138,6 +139,25 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
     finally:
         shutil.rmtree(checkpoints, ignore_errors=True)
         report.unlink(missing_ok=True)
+
+
+def _counted(steps: list[dict[str, int]], run: Run) -> dict[str, dict[str, float]]:
+    """Returns medians of what was counted in steps while copies ran, and in blocks without a save.
+
+    The first save and the block that is profiled do not count.
+    """
+    copying, plain = [], []
+    for number, counted in enumerate(steps[: (run.blocks - 2) * run.block]):
+        block, at = divmod(number, run.block)
+        if block >= 3 and block % 2 and at == 1:
+            copying.append(counted)
+        elif block >= 2 and not block % 2:
+            plain.append(counted)
+    return {
+        name: {key: statistics.median(one.get(key, 0) for one in found) for key in found[0]}
+        for name, found in (("copying", copying), ("plain", plain))
+        if found
+    }
 
 
 def _resume(run: Run, folder: Path, checkpoints: Path, saved: dict[str, Any], end: float) -> dict[str, Any]:
