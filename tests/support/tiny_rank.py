@@ -34,9 +34,8 @@ with contextlib.suppress(ImportError):  # not in every release
     import megatron.core.tokenizers.text.text_tokenizer  # noqa: F401
 
 
-
 def _read_descriptions_once() -> None:
-    """Reads what Megatron's sources say about its options: here, for each rank would spend half a second on it."""
+    """Reads what Megatron's sources say about its options here: each rank would spend half a second on it."""
     try:
         from megatron.training.argument_utils import ArgumentGroupFactory
         from megatron.training.arguments import add_megatron_arguments
