@@ -5,7 +5,6 @@ them. What does not: launching and comparing (`tiny.py`). Digests are SHA-256 of
 floats are written in hex, so that two runs compare bit for bit.
 """
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -33,21 +32,6 @@ from megatron.training import training as loop
 with contextlib.suppress(ImportError):  # not in every release
     import megatron.core.tokenizers.text.text_tokenizer  # noqa: F401
 
-
-def _read_descriptions_once() -> None:
-    """Reads what Megatron's sources say about its options here: each rank would spend half a second on it."""
-    try:
-        from megatron.training.argument_utils import ArgumentGroupFactory
-        from megatron.training.arguments import add_megatron_arguments
-    except ImportError:  # not in every release
-        return
-    factory = ArgumentGroupFactory.__new__(ArgumentGroupFactory)
-    read = functools.cache(factory._get_field_docstrings)
-    ArgumentGroupFactory._get_field_docstrings = lambda self, source: read(source)
-    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-
-
-_read_descriptions_once()
 Digests = dict[str, str]
 PROVIDED = "TINY_MODEL_PROVIDER"  # an environment variable
 FAULTS = "MEGATRON_DATASTATES_FAULTS"
