@@ -34,4 +34,6 @@ def _fork_the_queue() -> None:
     """Lets a rank fork the process of torch_dist's queue of results: a new one would import all of torch."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    inspect.unwrap(filesystem_async.get_write_results_queue).__defaults__ = ("fork",)
+    make_queue = inspect.unwrap(filesystem_async.get_write_results_queue)
+    if make_queue.__defaults__ == ("spawn",):
+        make_queue.__defaults__ = ("fork",)
