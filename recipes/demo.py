@@ -139,13 +139,13 @@ def resume(demo: Demo) -> float:
 
 def verify(demo: Demo) -> None:
     """Runs `datastates verify` on every published checkpoint."""
-    for iteration in demo.published():
-        directory, log = demo.checkpoint(iteration), demo.folder / f"verify-{iteration}.log"
-        command = [sys.executable, "-m", "megatron_datastates", "verify", str(directory)]
-        with log.open("w") as output:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_SECONDS)
-        if done.returncode:
-            raise RunFailed(f"{directory} is faulty (exit code {done.returncode})", log)
+    directories, log = list(map(demo.checkpoint, demo.published())), demo.folder / "verify.log"
+    command = [sys.executable, "-m", "megatron_datastates", "verify", *map(str, directories)]
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_SECONDS)
+    if done.returncode:
+        raise RunFailed(f"a checkpoint is faulty (exit code {done.returncode})", log)
+    for directory in directories:
         demo.print_line(f"{directory.name}: good")
 
 

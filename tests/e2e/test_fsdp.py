@@ -74,7 +74,7 @@ def test_torchs_fsdp2_saves_and_resumes_as_torch_dist_does(pretraining: Pretrain
     """
     endings = []
     report = tmp_path / "report.jsonl"
-    slow = ["--async-save", "--datastates-copy-limit", "1MB", "--datastates-report-file", report]
+    slow = ["--async-save", "--datastates-copy-limit", "3MB", "--datastates-report-file", report]
     for name, how in (("datastates", slow), ("torch_dist", [])):
         place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name]
         first = pretraining.run(*TORCH_FSDP2, *place, *how, "--exit-interval", "3", environment=ENVIRONMENT)
@@ -95,7 +95,7 @@ def test_torchs_fsdp2_weights_are_copied_until_the_step(pretraining: Pretraining
     """Nothing else is saved, so that the step waits for weights, which the inner optimizer does not know."""
     root, report = tmp_path / "c", tmp_path / "report.jsonl"
     how = [*TORCH_FSDP2, "--ckpt-format", "datastates", "--no-save-optim"]
-    slow = ["--async-save", "--datastates-copy-limit", "200kB", "--datastates-report-file", report]
+    slow = ["--async-save", "--datastates-copy-limit", "600kB", "--datastates-report-file", report]
     saved = pretraining.run(*how, *slow, "--save", root, "--exit-interval", "3", environment=ENVIRONMENT)
     first, last = saves_of(report)
     assert first["eager_bytes"] == last["eager_bytes"] == 0 and first["lazy_bytes"]

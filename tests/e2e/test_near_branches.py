@@ -4,6 +4,7 @@ One rank. Branch A saves iteration 2, and then newer ones in its near tier only,
 is the run rolled back to iteration 2.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,18 @@ class Run:
     def __init__(self, forge: RankForge, folder: Path) -> None:
         self._pretraining = Pretraining(forge, folder / "runs", ranks=1)
         self.far, self._near = Checkpoints(folder / "far" / "run"), folder / "near"
+        self._folder = folder
+
+    def keep(self) -> None:
+        """Keeps a copy of all checkpoints."""
+        for name in ("far", "near"):
+            shutil.copytree(self._folder / name, self._folder / "kept" / name)
+
+    def restore(self) -> None:
+        """Puts what is in the copy in the place of all checkpoints."""
+        for name in ("far", "near"):
+            shutil.rmtree(self._folder / name)
+            shutil.copytree(self._folder / "kept" / name, self._folder / name)
 
     def _arguments(self, *more: str, near: bool = True) -> list[str]:
         save = str(self.far.root)
@@ -67,15 +80,23 @@ class Run:
         return Ancestor(iteration, str(self.manifest(iteration).save_id))
 
 
-@pytest.fixture
-def branch_a(forge: RankForge, tmp_path: Path) -> tuple[Run, int]:
+@pytest.fixture(scope="module")
+def killed(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, int]:
     """Returns a run with iteration 2 far and newer ones only near, and the newest of these."""
-    run = Run(forge, tmp_path)
+    run = Run(forge, tmp_path_factory.mktemp("run"))
     run.run("--exit-interval", "2")
     assert run.far.tracked() == 2
     newest = run.kill_at(6)
     assert run.far.tracked() == 2 and run.far.published() == [2]
+    run.keep()
     return run, newest
+
+
+@pytest.fixture
+def branch_a(killed: tuple[Run, int]) -> tuple[Run, int]:
+    """Returns that run, in the same place: names in a near tier depend on it."""
+    killed[0].restore()
+    return killed
 
 
 def test_a_resume_continues_a_run_that_was_killed(branch_a: tuple[Run, int]) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.exchange import exchange
-from tests.support.ranks import Job
+from tests.support.ranks import Job, RankForge
 from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining
 
 SLOW = ["--datastates-drain-limit", "1KiB"]  # the first checkpoint becomes far, no other
 
+PLACES = ("far", "near-0", "near-1")  # --save, and the near tiers
 NEVER = ["--datastates-drain-every", "1000"]  # of a job that is killed, no checkpoint becomes far
 
 
@@ -61,14 +62,33 @@ def test_saves_are_drained_and_resumed_from(
     assert resumed.differences(reference("tp2")) == []
 
 
-def test_killed_run_resumes_from_what_only_the_near_tiers_have(
-    pretraining: Pretraining, reference: Reference, tmp_path: Path
-) -> None:
-    nodes = Nodes(tmp_path)
+@pytest.fixture(scope="module")
+def killed_once(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of the nodes of a killed run: iteration 2 is far, and newer ones are near."""
+    folder = tmp_path_factory.mktemp("killed")
+    nodes, pretraining = Nodes(folder), Pretraining(forge, folder / "runs")
     killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
     killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     assert nodes.far.published() == [2] and nodes.far.tracked() == 2
+    for name in PLACES:
+        shutil.copytree(folder / name, folder / "kept" / name)
+    return folder
+
+
+@pytest.fixture
+def killed(killed_once: Path) -> Nodes:
+    """Returns the nodes of that run, in the same place: names in a near tier depend on it."""
+    for name in PLACES:
+        shutil.rmtree(killed_once / name, ignore_errors=True)
+        shutil.copytree(killed_once / "kept" / name, killed_once / name)
+    return Nodes(killed_once)
+
+
+def test_killed_run_resumes_from_what_only_the_near_tiers_have(
+    killed: Nodes, pretraining: Pretraining, reference: Reference
+) -> None:
+    nodes = killed
     newest = newest_whole(nodes)
 
     resumed = pretraining.run(*nodes.arguments(steps=12))
@@ -83,12 +103,9 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
 @pytest.mark.conformance
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_a_killed_run_resumes_from_its_near_tiers_in_another_layout(
-    pretraining: Pretraining, tmp_path: Path, layout: str
+    killed: Nodes, pretraining: Pretraining, tmp_path: Path, layout: str
 ) -> None:
-    nodes, plain = Nodes(tmp_path), Checkpoints(tmp_path / "plain")
-    killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
-    killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
-    killed.job.kill()
+    nodes, plain = killed, Checkpoints(tmp_path / "plain")
     newest = newest_whole(nodes)
 
     resumed = pretraining.run(*nodes.arguments(layout=layout, steps=12))
@@ -143,12 +160,9 @@ def newest_whole(nodes: Nodes, left: tuple[int, ...] = (0, 1)) -> int:
 
 
 def test_a_lost_node_costs_what_is_not_far(
-    pretraining: Pretraining, reference: Reference, tmp_path: Path
+    killed: Nodes, pretraining: Pretraining, reference: Reference
 ) -> None:
-    nodes = Nodes(tmp_path)
-    killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
-    killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
-    killed.job.kill()
+    nodes = killed
     shutil.rmtree(f"{nodes.root}-1")
 
     resumed = pretraining.run(*nodes.arguments("--exit-interval", "4", steps=12))

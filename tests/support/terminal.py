@@ -14,25 +14,29 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.programs import Programs
+
 COLUMNS = 80
 _ROOT = Path(__file__).parents[2]
 
 
-def in_terminal(words: str, directory: Path) -> tuple[int, list[str]]:
+def in_terminal(words: str, directory: Path, programs: Programs | None = None) -> tuple[int, list[str]]:
     """Runs `datastates WORDS` in a terminal of 80 columns and 24 lines.
 
     Returns its exit code, and all lines that it writes, without progress bars, which are erased.
     """
-    code, text = written_to_terminal(
-        [sys.executable, "-m", "megatron_datastates", *shlex.split(words)], directory
-    )
+    command = ["-m", "megatron_datastates", *shlex.split(words)]
+    code, text = written_to_terminal([sys.executable, *command], directory, programs)
     return code, lines_of(text)
 
 
-def written_to_terminal(command: Sequence[str], directory: Path, **variables: str) -> tuple[int, str]:
+def written_to_terminal(
+    command: Sequence[str], directory: Path, programs: Programs | None = None, **variables: str
+) -> tuple[int, str]:
     """Runs a command in a terminal of 80 columns and 24 lines.
 
     Args:
+        programs: runs the command, which has to be a Python program; without them it is a new process.
         variables: of the environment.
 
     Returns its exit code, and all that it writes, with escape sequences.
@@ -41,10 +45,13 @@ def written_to_terminal(command: Sequence[str], directory: Path, **variables: st
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    running = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=directory,
-        env=environment | {"PYTHONPATH": path, "TERM": "xterm"} | variables,
-    )  # fmt: skip
+    environment |= {"PYTHONPATH": path, "TERM": "xterm"} | variables
+    if programs is not None:
+        programs.start(command[1:], directory, [os.ttyname(theirs)] * 3, environment)
+        wait = programs.wait
+    else:
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        wait = subprocess.Popen(command, cwd=directory, env=environment, **streams).wait
     os.close(theirs)
     seen = b""
     try:
@@ -54,7 +61,7 @@ def written_to_terminal(command: Sequence[str], directory: Path, **variables: st
         pass
     finally:
         os.close(ours)
-    return running.wait(), seen.decode()
+    return wait(), seen.decode()
 
 
 def lines_of(written: str) -> list[str]:

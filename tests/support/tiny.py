@@ -15,7 +15,7 @@ from tests.support.ranks import Job, Outcome, RankForge
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 PATH = (Path(__file__).parent, RECIPES, RECIPES / "cpu")
-PRELOAD = ("stand_ins:install", "megatron.training", "tiny_rank")
+PRELOAD = ("stand_ins:install", "megatron.training", "quick_megatron:install", "tiny_rank")
 RANKS = 2
 LAYOUTS: dict[str, list[str]] = {
     "tp2": ["--tensor-model-parallel-size", "2"],

@@ -13,7 +13,10 @@ HERE = Path(__file__).parent
 # Before 0.19 Megatron writes the common state itself, before it calls a strategy.
 FILES_OF_MEGATRON = {"common.pt"} if metadata.version("megatron-core") < "0.19" else set()
 PATH = (HERE, RECIPES, RECIPES / "cpu", HERE.parent / "multirank", HERE.parent / "faults")
-PRELOAD = ("stand_ins:install", "saving_rank", "model_ranks", "megatron_datastates.mcore.save.strategy")
+PRELOAD = (
+    *("stand_ins:install", "quick_megatron:install", "saving_rank", "model_ranks"),
+    "megatron_datastates.mcore.save.strategy",
+)
 
 
 class World:

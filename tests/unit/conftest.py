@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saver_pool import close_all
+from tests.support.programs import Programs
 from tests.unit.converting import dcp_state, save_with_dcp
 from tests.unit.inspecting import save_run
 from tests.unit.states import new_saver
@@ -35,6 +36,13 @@ def saver() -> Iterator[Saver]:
     saver = new_saver()
     yield saver
     saver.close()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs that start at once, since torch is imported already."""
+    with Programs() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from benchmarks.rounds import Bar, Rates, interleave
 from benchmarks.saves import Saves
 from benchmarks.states import host_tensors
 from megatron_datastates.config import Options
+from tests.support.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,15 +59,18 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
         "tools",
     ],
 )
-def test_help_has_examples_of_commands_that_exist(name: str) -> None:
-    ran = run(name, "--help")
+def test_help_has_examples_of_commands_that_exist(name: str, programs: Programs) -> None:
+    ran = programs.run(["-m", f"benchmarks.{name}", "--help"])
     assert ran.returncode == 0, ran.stderr
     assert f"python -m benchmarks.{name} " in ran.stdout and "--quick" in ran.stdout
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_part_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
-    ran = run(name, "--only", "nothing", "--out", tmp_path / "out.json")
+def test_an_unknown_part_is_refused_before_anything_is_measured(
+    name: str, tmp_path: Path, programs: Programs
+) -> None:
+    words = ["--only", "nothing", "--out", tmp_path / "out.json"]
+    ran = programs.run(["-m", f"benchmarks.{name}", *words])
     assert ran.returncode == 2 and "nothing; expected one of" in " ".join(ran.stderr.split())
     assert not any(tmp_path.iterdir())
 

@@ -30,6 +30,7 @@ from megatron_datastates.convert.trackers import write_tracker
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
+from tests.support.programs import Programs
 from tests.unit.command import run
 from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
 from tests.unit.trained import save_trained
@@ -353,13 +354,10 @@ main()
 """
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    everything = [sys.executable, "-c", WITHOUT_MEGATRON, "convert", *map(str, arguments)]
-    return subprocess.run(everything, capture_output=True, text=True, check=False)
-
-
 def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
-    done = command(by_dcp, tmp_path / "made", "--verify", "--json", "--ranks", "2", "--memory", "128MiB")
+    given = [str(by_dcp), str(tmp_path / "made"), "--verify", "--json", "--ranks", "2", "--memory", "128MiB"]
+    command = [sys.executable, "-c", WITHOUT_MEGATRON, "convert", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"files": 2' in done.stdout
     assert contents(open_source(tmp_path / "made")) == contents(open_source(by_dcp))
@@ -381,9 +379,10 @@ def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(
-    given: list[str], reason: str, by_dcp: Path, tmp_path: Path
+    given: list[str], reason: str, by_dcp: Path, tmp_path: Path, programs: Programs
 ) -> None:
-    done = command(*(text.format(tmp=tmp_path, source=by_dcp) for text in given))
+    words = (text.format(tmp=tmp_path, source=by_dcp) for text in given)
+    done = programs.run(["-c", WITHOUT_MEGATRON, "convert", *words])
     assert done.returncode == 2, done.stderr
     assert reason in done.stderr and done.stderr.count("\n") == 1
     assert not os.listdir(tmp_path)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ from megatron_datastates.pipeline.saving.background import (
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.support.descriptors import open_files
+from tests.support.programs import Programs
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
 
-ROOT = Path(__file__).parents[2]
 BIG = {"w": random_tensor(torch.uint8, (6 << 20,), 1)}
 LIMIT_SECONDS = 60
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -306,15 +307,23 @@ EXITS: dict[str, tuple[str, int, str, bool]] = {
 }  # fmt: skip
 
 
-def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM + program, str(folder), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(programs: Programs, tmp_path: Path) -> Run:
+    """Runs PROGRAM and what follows it, with the test's folder and `arguments`."""
+
+    def run_program(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return programs.run(["-c", PROGRAM + program, tmp_path, *arguments], timeout=LIMIT_SECONDS)
+
+    return run_program
 
 
 @pytest.mark.parametrize("way", EXITS)
-def test_the_interpreter_ends_in_any_state_of_a_save(tmp_path, way):
+def test_the_interpreter_ends_in_any_state_of_a_save(run, tmp_path, way):
     program, code, words, published = EXITS[way]
-    ended = run(program, tmp_path)
+    ended = run(program)
     assert ended.returncode == code, ended.stderr
     assert words in ended.stderr and "Fatal" not in ended.stderr, ended.stderr
     if code == 0:
@@ -328,7 +337,7 @@ def test_the_interpreter_ends_in_any_state_of_a_save(tmp_path, way):
         assert verify(tmp_path / "c", options=OPTIONS).good
 
 
-def test_a_save_begun_while_the_interpreter_ends_fails_and_hangs_nothing(tmp_path):
+def test_a_save_begun_while_the_interpreter_ends_fails_and_hangs_nothing(run, tmp_path):
     """Python starts no threads any more, but for some releases, where the save succeeds."""
     program = """
 def late():
@@ -339,7 +348,7 @@ saver_pool.close_all()
 atexit.unregister(saver_pool.close_all)
 atexit.register(late)
 """
-    ended = run(program, tmp_path)
+    ended = run(program)
     assert ended.returncode == 0, ended.stderr
     if sys.version_info[:2] > (3, 12) and "PUBLISHED" in ended.stdout:
         assert verify(tmp_path / "c", options=OPTIONS).good
@@ -350,13 +359,13 @@ atexit.register(late)
 
 
 @pytest.mark.parametrize("reports", ["", "reports.jsonl"])
-def test_exit_handlers_may_wait_for_saves_that_are_under_way(tmp_path, reports):
+def test_exit_handlers_may_wait_for_saves_that_are_under_way(run, tmp_path, reports):
     program = """
 file = sys.argv[2] and str(folder / sys.argv[2])
 saves = [start(name, Mutability.NOW, report_file=file) for name in "cd"]
 atexit.register(lambda: print(*(save.wait().name for save in saves), saves[0].error, saves[1].error))
 """
-    ended = run(program, tmp_path, reports)
+    ended = run(program, reports)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "PUBLISHED PUBLISHED None None\n", ended.stderr
     for name in "cd":
@@ -384,12 +393,10 @@ FENCE.wait("the step")
 """
 
 
-def test_a_device_that_hangs_keeps_no_program_from_its_end(tmp_path):
+def test_a_device_that_hangs_keeps_no_program_from_its_end(run, tmp_path):
     from tests.native.fake_cuda.driver import build
 
-    program = PROGRAM + HUNG_DEVICE
-    command = [sys.executable, "-c", program, str(tmp_path), str(build(tmp_path))]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    ended = run(HUNG_DEVICE, build(tmp_path))
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     assert "a copy or a write still hangs after 0.5 s and is abandoned" in ended.stderr
     assert not is_published(tmp_path / "c")

@@ -21,8 +21,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -37,12 +35,12 @@ from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange
+from tests.support.programs import Programs
 from tests.unit.states import OPTIONS
 from tests.unit.test_near_replicas import Cluster, copying
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover
 from tests.unit.test_near_tier_trouble import wait_for
 
-ROOT = Path(__file__).parents[2]
 NEVER_FAR = "drain write:0:EIO"
 
 
@@ -62,11 +60,12 @@ def restore_and_be_killed(root: str, fault: str) -> None:
         *("sync directory of manifest:1", "durable manifest:1"),
     ],
 )
-def test_a_restore_that_is_killed_is_made_by_the_next_job(fault: str, tmp_path: Path) -> None:
+def test_a_restore_that_is_killed_is_made_by_the_next_job(
+    fault: str, tmp_path: Path, programs: Programs
+) -> None:
     nodes = killed(tmp_path)
     code = "import sys; from tests.unit import test_near_faults as t; t.restore_and_be_killed(*sys.argv[1:])"
-    words = [sys.executable, "-c", code, str(tmp_path), f"{fault}:kill"]
-    assert subprocess.run(words, cwd=ROOT, timeout=120.0).returncode == -signal.SIGKILL
+    assert programs.run(["-c", code, tmp_path, f"{fault}:kill"]).returncode == -signal.SIGKILL
     assert recover(nodes)[0] == 3, "the tracker is written last"
     nodes.check(3)
     assert (nodes.run / TRACKER_NAME).read_text() == "3"

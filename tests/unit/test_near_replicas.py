@@ -8,8 +8,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +27,7 @@ from megatron_datastates.pipeline.near.replicas import Replicas, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.records import ENDPOINT_BYTES, RankRecord, Records
+from tests.support.programs import Programs
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, data_files, flip
 from tests.unit.test_near_tier import Nodes, abandon, states_of
@@ -452,11 +451,10 @@ def test_of_saves_that_end_in_another_order_the_later_one_is_kept(tmp_path: Path
 
 
 def test_a_kill_in_the_middle_of_copying_leaves_the_save_to_the_next_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Programs
 ) -> None:
     code = "import sys; from tests.unit import test_near_replicas as t; t.save_and_be_killed(sys.argv[1])"
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=120.0)
-    assert ran.returncode == -signal.SIGKILL
+    assert programs.run(["-c", code, tmp_path]).returncode == -signal.SIGKILL
     nodes = copying(tmp_path)
     assert list(nodes.near(0, 3).glob(".datastates-data-00001-*")), "killed before the rename"
     assert manifest_in(nodes.near(0, 3)) is not None

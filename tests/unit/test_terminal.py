@@ -10,6 +10,7 @@ import torch
 
 from megatron_datastates.cli import entry
 from megatron_datastates.cli.main import app
+from tests.support.programs import Programs
 from tests.support.terminal import COLUMNS, in_terminal
 from tests.unit import hf_models
 from tests.unit.command import run
@@ -73,9 +74,11 @@ def test_every_command_is_here() -> None:
 
 
 @pytest.mark.parametrize(("words", "code", "text"), SHOWN, ids=lambda value: str(value)[:40])
-def test_a_command_in_a_terminal(words: str, code: int, text: str, place: Path, tmp_path: Path) -> None:
+def test_a_command_in_a_terminal(
+    words: str, code: int, text: str, place: Path, tmp_path: Path, programs: Programs
+) -> None:
     shutil.copytree(place, tmp_path, dirs_exist_ok=True)
-    found, lines = in_terminal(words, tmp_path)
+    found, lines = in_terminal(words, tmp_path, programs)
     assert found == code, lines
     assert any(text in line for line in lines), lines
     assert all(line == line.rstrip() for line in lines)
@@ -119,9 +122,9 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: str(value)[:20],
 )
 def test_long_names_stay_whole_and_lines_end_between_words(
-    words: str, whole: list[str], long_names: Path
+    words: str, whole: list[str], long_names: Path, programs: Programs
 ) -> None:
-    _, lines = in_terminal(words, long_names)
+    _, lines = in_terminal(words, long_names, programs)
     for text in whole:
         assert any(text in line for line in lines), lines
     cells = [line for line in lines if line in whole]  # of a table: never folded
