@@ -50,11 +50,12 @@ def warm(engine: StagingEngine, tmp_path: Path) -> StagingEngine:
     return engine
 
 
-def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
+def every_kind() -> Tensors:
+    """Returns tensors of many types and layouts, with random bits."""
     generator = torch.Generator("cuda").manual_seed(1)
     raw = torch.randint(0, 256, (5 * MIB,), dtype=torch.uint8, device="cuda", generator=generator)
     matrix = torch.randn(1500, 1024, device="cuda", generator=generator)
-    tensors = {
+    return {
         "bytes": raw[: 3 * MIB + 17],
         "bfloat16": raw[:MIB].view(torch.bfloat16),
         "float8": raw[: MIB - 3].view(torch.float8_e4m3fn),
@@ -71,7 +72,27 @@ def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
         "nothing": matrix[:0],
         **{f"tiny{i}": matrix[i, i : 2 * i + 1] for i in range(300)},
     }
-    save = DeviceSave(engine, tmp_path, tensors, eager=frozenset({"matrix", "tiny7"}))
+
+
+def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
+    save_every_kind(engine, tmp_path)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_every_bit_of_copies_that_are_cut_arrives(tmp_path: Path, parts: int) -> None:
+    """To parts of 4,000 bytes: some rows are longer, and of others a part has several."""
+    options = Options(staging_memory=128 * MIB, most_in_flight=parts * 4000, parts_in_flight=parts)
+    engine = StagingEngine(options)
+    try:
+        save_every_kind(engine, tmp_path)
+    finally:
+        FENCE.forget()
+        engine.close()
+
+
+def save_every_kind(engine: StagingEngine, folder: Path) -> None:
+    tensors = every_kind()
+    save = DeviceSave(engine, folder, tensors, eager=frozenset({"matrix", "tiny7"}))
     save.fence()
     save.finish()
     for key, found in save.stored().items():
