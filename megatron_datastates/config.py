@@ -309,14 +309,10 @@ class Options:
     # Write nothing, to measure copies without a disk; no save is ever published then.
     discard: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
-    # Bytes of device copies that wait in the driver. The more there are, the longer a small copy of the
-    # trainer's waits: on an H100, a step of 0.24 s took 49 ms longer while 4.7 GB were copied with 32 MiB in
-    # flight, 40 ms with all of them, and 9 ms with 8 MiB, whose copies took 103 ms instead of 93
-    # (benchmarks/results/gpu-h100-in-flight.json).
+    # Bytes of device copies that wait in the driver, unless the trainer waits for them. The more there are,
+    # the longer a small copy of the trainer's waits; the fewer, the more calls of the driver, which delay its
+    # launches (benchmarks/results/gpu-h100-small-copies.json).
     most_in_flight: int = dataclasses.field(default=8 * MIB, metadata={"parse": parse_bytes})
-    # The device is waited for once for each so many of them; with 1, nothing else is in flight then. Not
-    # compared on a GPU yet: those figures are of copies that were waited for one by one.
-    parts_in_flight: int = dataclasses.field(default=2, metadata={"parse": int})
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
     sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
     # Bytes of stable tensors from which on a rank stores them apart. Below, one more file for each rank and

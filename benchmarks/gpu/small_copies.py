@@ -23,13 +23,11 @@ from benchmarks.states import Tensors, bytes_of
 from megatron_datastates.config import GIB, MIB
 
 ORDERS: dict[str, dict[str, Any]] = {
-    "8_mib_in_flight": {},  # the default
-    "8_mib_in_4_parts": {"parts_in_flight": 4},
-    "2_mib_in_flight": {"most_in_flight": 2 * MIB},
-    "32_mib_in_flight": {"most_in_flight": 32 * MIB},
-    "bursts_of_4_mib": {"parts_in_flight": 1, "most_in_flight": 4 * MIB},
-    "bursts_of_8_mib": {"parts_in_flight": 1},
-    "bursts_of_16_mib": {"parts_in_flight": 1, "most_in_flight": 16 * MIB},
+    "bursts_of_8_mib": {},  # the default
+    "bursts_of_4_mib": {"most_in_flight": 4 * MIB},
+    "bursts_of_16_mib": {"most_in_flight": 16 * MIB},
+    "bursts_of_32_mib": {"most_in_flight": 32 * MIB},
+    "at_once": {"most_in_flight": 1 << 40},
     "without_samples": {"tripwire": False},  # for what they cost the start
 }
 _LAUNCHES = 16  # of small kernels, in each sample

@@ -124,7 +124,7 @@ def _contenders(part: Part, training: Training, left_out: list[str]) -> Iterator
         else:
             found["tmpfs"] = DeviceSaves(part.device, memory, pool)
         found["disk"] = DeviceSaves(part.device, part.folder, pool)
-        for order in ("2_mib_in_flight", "bursts_of_8_mib"):
+        for order in ("bursts_of_4_mib", "bursts_of_16_mib"):
             found[f"disk_{order}"] = DeviceSaves(part.device, part.folder, pool, **ORDERS[order])
         yield found
         for saves in found.values():

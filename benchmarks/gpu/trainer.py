@@ -10,7 +10,6 @@ import argparse
 import functools
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import re
@@ -32,13 +31,11 @@ def main() -> None:
     parser.add_argument("--save-blocks", type=int, default=0, help="save once in every other block")
     parser.add_argument("--digest-save", type=int, default=0, help="digest the state before this save")
     parser.add_argument("--digest-load", action="store_true", help="digest the state after set-up")
-    parser.add_argument(
-        "--profile-from",
-        type=int,
-        default=0,
-        help="profile the step after this one, and the third after that",
-    )
+    parser.add_argument("--count", action="store_true", help="count what threads do in each step")
     own = sys.argv.index("--")
+    parser.add_argument(
+        "--release-cache", action="store_true", help="release torch's cached device memory before each save"
+    )
     wanted = parser.parse_args(sys.argv[1:own])
     sys.argv = ["pretrain_tiny.py", *sys.argv[own + 1 :]]
     pretrain_tiny = _import_megatron()
@@ -49,16 +46,16 @@ def main() -> None:
     recorder.attach()
     if wanted.save_blocks:
         save_in_turns(wanted.save_blocks, saves=1)
+    if wanted.release_cache:
+        _release_cache_before_saves()
     digests = Digests(wanted.digest_save, wanted.digest_load)
     digests.attach()
-    profile = Profile(wanted.profile_from)
     counters = Counters()
-    if wanted.profile_from:
-        profile.attach()
+    if wanted.count:
         counters.attach()
     pretrain_tiny.main()
     facts: dict[str, Any] = {"spans": recorder.spans, "saved": digests.saved, "loaded": digests.loaded}
-    facts |= {"profile": profile.found, "counters": counters.found}
+    facts |= {"counters": counters.found}
     wanted.record.write_text(json.dumps(facts))
 
 
@@ -72,6 +69,21 @@ def _import_megatron() -> Any:
         importlib.import_module("fused_adam").install()  # stock Megatron loads no other's state
     importlib.import_module("megatron_datastates.mcore")  # it may not be installed here
     return importlib.import_module("pretrain_tiny")
+
+
+def _release_cache_before_saves() -> None:
+    """As Megatron 0.17 to 0.19 does, and this package prevents from the second save on."""
+    import torch
+    from megatron.training import training as loop
+
+    save = loop.save_checkpoint_and_time
+
+    @functools.wraps(save)
+    def save_checkpoint_and_time(*args: Any, **options: Any) -> Any:
+        torch.cuda.memory.empty_cache()  # torch.cuda.empty_cache does nothing here
+        return save(*args, **options)
+
+    loop.save_checkpoint_and_time = save_checkpoint_and_time
 
 
 class Counters:
@@ -122,47 +134,6 @@ class Counters:
 def _interrupts() -> int:
     with open("/proc/stat") as statistics:
         return next(int(line.split()[1]) for line in statistics if line.startswith("intr "))
-
-
-class Profile:
-    """What torch's profiler finds in a step while a save is copied, and in a later one without.
-
-    Args:
-        after: number of the step, from 0, that ends with the save.
-    """
-
-    def __init__(self, after: int) -> None:
-        self._names = {after + 1: "copying", after + 4: "plain"}
-        self.found: dict[str, list[dict[str, Any]]] = {}
-
-    def attach(self) -> None:
-        """Wraps Megatron's step."""
-        import torch
-        from megatron.training import training as loop
-
-        step, numbers = loop.train_step, itertools.count()
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [] if IS_FAKE else [torch.profiler.ProfilerActivity.CUDA]
-
-        @functools.wraps(step)
-        def train_step(*args: Any, **options: Any) -> Any:
-            if (name := self._names.get(next(numbers))) is None:
-                return step(*args, **options)
-            with torch.profiler.profile(activities=kinds) as profiler:
-                result = step(*args, **options)
-            self.found[name] = _longest(profiler.key_averages())
-            return result
-
-        loop.train_step = train_step
-
-
-def _longest(rows: Any, most: int = 20) -> list[dict[str, Any]]:
-    """Returns the operations that took the host longest, each without those within it."""
-    ranked = sorted(rows, key=lambda row: -row.self_cpu_time_total)[:most]
-    return [
-        {"operation": row.key, "calls": row.count, "ms": round(row.self_cpu_time_total / 1e3, 3)}
-        for row in ranked
-    ]
 
 
 class Digests:

@@ -43,12 +43,17 @@ class Run:
     on_tmpfs: bool
     block: int = _LONG_BLOCK
     is_resumed: bool = False  # from a checkpoint whose state was digested, which must come back
-    is_profiled: bool = False  # in the iterations after the last two saves, which do not count
+    is_counted: bool = False  # what its threads do in each step
+    releases_cache: bool = False  # torch's cached device memory, before each save
 
     @property
     def name(self) -> str:
         """As in the results."""
-        return f"{self.way}, {'tmpfs' if self.on_tmpfs else 'disk'}"
+        released = ", cache released" * self.releases_cache
+        return f"{self.way}{released}, {'tmpfs' if self.on_tmpfs else 'disk'}"
+
+
+_WORKER = "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 saves synchronously
 
 
 def measure_training(part: Part) -> None:
@@ -69,7 +74,7 @@ def measure_training(part: Part) -> None:
         for run in _runs():
             folder = memory if run.on_tmpfs else part.folder
             remaining = part.deadline - time.monotonic()
-            if folder is None or remaining < 20:
+            if folder is None or remaining < 40:
                 left_out.append(f"{run.name}: no {'time' if folder else 'tmpfs'}")
                 continue
             begin = time.monotonic()
@@ -85,23 +90,21 @@ def measure_training(part: Part) -> None:
         raise RuntimeError(f"training failed: {', '.join(failed)}; the last: {failed.popitem()[1]}")
 
 
-_WORKER = "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 saves synchronously
-
-
 def _runs() -> list[Run]:
     """Returns all runs, the most telling first."""
     ours = FORMATS["datastates async"]
     theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
-    blocks = 7 if IS_FAKE else 21
+    quick = Run("datastates async", ours, 7 if IS_FAKE else 15, on_tmpfs=True, block=_BLOCK, is_counted=True)
     runs = [
-        Run("datastates async", ours, blocks, on_tmpfs=True, block=_BLOCK, is_profiled=True),
-        Run("torch_dist async", [*theirs, "--async-save", _WORKER], 5, on_tmpfs=True),
-        Run("datastates async", ours, 7 if IS_FAKE else 5, on_tmpfs=False, is_resumed=True),
+        quick,
+        dataclasses.replace(quick, releases_cache=True),
+        Run("datastates async", ours, 7, on_tmpfs=False, is_counted=True, is_resumed=True),
         Run("torch_dist", theirs, 5, on_tmpfs=True),
+        Run("torch_dist async", [*theirs, "--async-save", _WORKER], 5, on_tmpfs=True),
         Run("datastates", FORMATS["datastates"], 5, on_tmpfs=True),
     ]
     if IS_FAKE:  # processes that Megatron spawns have no stand-ins for a GPU
-        del runs[1]
+        del runs[4]
     return runs
 
 
@@ -112,18 +115,15 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         is_ours = "datastates" in run.arguments
         if run.is_resumed:
             options += ["--digest-save", str(_DIGESTED)]
-        if run.is_profiled:
-            options += ["--profile-from", str((run.blocks - 2) * run.block)]
+        options += ["--count"] * run.is_counted + ["--release-cache"] * run.releases_cache
         arguments = [*run.arguments, "--save", str(checkpoints)]
         arguments += ["--datastates-report-file", str(report)] if is_ours else []
         found = _train(folder, options, run.blocks * run.block + 1, arguments, seconds)
         # torch_dist writes metadata.json first.
         size, saves = checkpoint_bytes(checkpoints, "metadata.json" if is_ours else ".metadata")
-        result = summarize(
-            found["spans"], _DIGESTED if run.is_resumed else 1, run.block, 1 if run.is_profiled else 0
-        )
-        if run.is_profiled:
-            result |= {"profile": found["profile"], "counters": _counted(found["counters"], run)}
+        result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1, run.block)
+        if run.is_counted:
+            result |= {"counters": _counted(found["counters"], run)}
         result |= {"checkpoint_bytes": size, "checkpoints": saves}
         if report.exists():
             result["report"] = [json.loads(line) for line in report.read_text().splitlines()]
@@ -144,10 +144,10 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
 def _counted(steps: list[dict[str, int]], run: Run) -> dict[str, dict[str, float]]:
     """Returns medians of what was counted in steps while copies ran, and in blocks without a save.
 
-    The first save and the block that is profiled do not count.
+    The first save does not count.
     """
     copying, plain = [], []
-    for number, counted in enumerate(steps[: (run.blocks - 2) * run.block]):
+    for number, counted in enumerate(steps):
         block, at = divmod(number, run.block)
         if block >= 3 and block % 2 and at == 1:
             copying.append(counted)
@@ -175,7 +175,12 @@ def _resume(run: Run, folder: Path, checkpoints: Path, saved: dict[str, Any], en
 
 
 def _train(
-    folder: Path, options: list[str], iterations: int, arguments: list[str], seconds: float
+    folder: Path,
+    options: list[str],
+    iterations: int,
+    arguments: list[str],
+    seconds: float,
+    settings: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Trains in a process of its own; returns its record.
 
@@ -213,9 +218,7 @@ def _train(
         record.unlink(missing_ok=True)
 
 
-def summarize(
-    spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK, uncounted_at_end: int = 0
-) -> dict[str, Any]:
+def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK) -> dict[str, Any]:
     """Returns medians over the blocks whose saves count: held time by part, and what a save costs, in ms.
 
     Args:
@@ -223,14 +226,13 @@ def summarize(
             a save.
         uncounted: how many saves, the first ones, do not count.
         block: iterations of one.
-        uncounted_at_end: how many of the last saves in blocks do not count, either.
     """
     begins = [begin for begin, _ in spans["step"]]
     iterations = [after - before for before, after in pairwise(begins)]
     sums = [sum(iterations[at : at + block]) for at in range(0, len(iterations) - block + 1, block)]
     saves = spans["save"]
     costs, held, copying, longer = [], [], [], []
-    for number, at in enumerate(range(1, len(sums) - 1 - 2 * uncounted_at_end, 2)):
+    for number, at in enumerate(range(1, len(sums) - 1, 2)):
         if number < uncounted:
             continue
         beside = iterations[(at - 1) * block : at * block] + iterations[(at + 1) * block : (at + 2) * block]

@@ -8,24 +8,20 @@ namespace datastates {
 namespace {
 
 constexpr auto kRetryInterval = std::chrono::milliseconds(100);
-constexpr size_t kMostSpare = 64;  // events; rarely more than ten are in use
 
 // Whether a row of that many bytes, and that distance to the next, can be part of a copy of several.
 bool Fits(size_t step, size_t bytes) { return step >= bytes && step <= Driver::kMostPitch; }
 
 }  // namespace
 
-DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, uint64_t parts)
-    : parts_(std::max<uint64_t>(parts, 1)),
-      part_bytes_(std::max<uint64_t>(most_bytes / parts_, 1)),
-      part_copies_(std::max<Place>(kMostInFlight / parts_, 1)),
+DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes)
+    : most_bytes_(std::max<uint64_t>(most_bytes, 1)),
       driver_(std::move(driver)),
       context_(driver_->EnterContext()),
       device_(driver_->CurrentDevice()),
+      reached_(driver_, context_),
       last_(driver_, context_),
-      stream_(driver_->CreateLowPriorityStream()) {
-  spare_.reserve(kMostSpare);
-}
+      stream_(driver_->CreateLowPriorityStream()) {}
 
 DeviceCopier::~DeviceCopier() {
   const ContextScope scope(*driver_, context_);
@@ -33,6 +29,7 @@ DeviceCopier::~DeviceCopier() {
 }
 
 void DeviceCopier::StartAfter(CuStream trainer) {
+  Hurry(false);
   Event now(driver_, context_);
   driver_->Record(now.get(), trainer);
   driver_->StreamWait(stream_, now.get());
@@ -90,13 +87,13 @@ void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint
 template <typename Copy>
 void DeviceCopier::EnqueueRows(const Rows& rows, const Copy& copy) {
   if (rows.bytes == 0) return;
-  // Several rows in one call, as long as they are no more than a part; or a row, if need be in pieces.
+  // Several rows in one call, as long as they may be in flight together; or a row, if need be in pieces.
   const bool one_call = Fits(rows.device_step, rows.bytes) && Fits(rows.host_step, rows.bytes);
-  const size_t at_once = one_call ? std::max<size_t>(part_bytes_ / rows.bytes, 1) : 1;
+  const size_t at_once = one_call ? std::max<size_t>(most_bytes_ / rows.bytes, 1) : 1;
   for (size_t row = 0; row < rows.count;) {
     const size_t count = std::min(at_once, rows.count - row);
     for (size_t at = 0; at < rows.bytes;) {
-      const size_t bytes = count > 1 ? rows.bytes : std::min<size_t>(rows.bytes - at, part_bytes_);
+      const size_t bytes = count > 1 ? rows.bytes : std::min<size_t>(rows.bytes - at, most_bytes_);
       MakeRoom(count * bytes);
       copy(row, at, bytes, count);
       Count(count * bytes);
@@ -107,7 +104,7 @@ void DeviceCopier::EnqueueRows(const Rows& rows, const Copy& copy) {
 }
 
 void DeviceCopier::Count(uint64_t bytes) {
-  const MutexLock lock(marking_);
+  const MutexLock lock(counting_);
   ++enqueued_;
   bytes_ += bytes;
 }
@@ -115,62 +112,44 @@ void DeviceCopier::Count(uint64_t bytes) {
 void DeviceCopier::MakeRoom(uint64_t bytes) {
   Sums now;
   {
-    const MutexLock lock(marking_);
+    const MutexLock lock(counting_);
     now = {enqueued_, bytes_};
-    const bool fits =
-        now.bytes - part_.bytes + bytes <= part_bytes_ && now.place - part_.place < part_copies_;
-    if (!fits && now.place > part_.place) {
-      ends_.push_back(now);
-      MarkHere();
-      part_ = now;
-    }
+    const bool fits = now.bytes - done_sums_.bytes + bytes <= most_bytes_ || hurries_;
+    if (now.place == done_sums_.place || (fits && now.place - done_sums_.place < kMostInFlight)) return;
   }
-  while (!ends_.empty() && (now.bytes - awaited_.bytes + bytes > parts_ * part_bytes_ ||
-                            now.place - awaited_.place >= parts_ * part_copies_)) {
-    WaitFor(ends_.front().place);
-    awaited_ = ends_.front();
-    ends_.pop_front();
-  }
+  WaitFor(now.place);
+  const MutexLock lock(counting_);
+  if (done_sums_.place < now.place) done_sums_ = now;
 }
 
-void DeviceCopier::MarkHere() {
-  Mark mark{enqueued_, TakeEvent()};
-  driver_->Record(mark.event->get(), stream_);
-  marked_ = mark.place;
-  marks_.push_back(std::move(mark));
-}
-
-std::unique_ptr<Event> DeviceCopier::TakeEvent() {
-  if (spare_.empty()) return std::make_unique<Event>(driver_, context_);
-  std::unique_ptr<Event> event = std::move(spare_.back());
-  spare_.pop_back();
-  return event;
+void DeviceCopier::NoteIfEmpty(Place place) {
+  const MutexLock lock(counting_);
+  if (enqueued_ == place) done_sums_ = {place, bytes_};
 }
 
 void DeviceCopier::WaitFor(Place place) {
-  MutexLock lock(marking_);
+  MutexLock lock(waiting_);
   while (done_ < place) {
     if (is_awaited_) {
-      progress_.Wait(marking_);
+      progress_.Wait(waiting_);
       continue;
     }
-    if (marks_.empty() || marked_ < place) MarkHere();  // no mark is left of a wait that failed
-    Mark oldest = std::move(marks_.front());
-    marks_.pop_front();
     is_awaited_ = true;
+    const Place now = enqueued_;  // read before the record, which so covers as many copies
     lock.Unlock();
     try {
-      driver_->Synchronize(oldest.event->get());
+      driver_->Record(reached_.get(), stream_);
+      driver_->Synchronize(reached_.get());
     } catch (...) {
       lock.Lock();
-      is_awaited_ = false;  // others find later marks, or make them
+      is_awaited_ = false;  // another thread tries
       progress_.NotifyAll();
       throw;
     }
+    NoteIfEmpty(now);
     lock.Lock();
     is_awaited_ = false;
-    done_ = oldest.place;
-    if (spare_.size() < spare_.capacity()) spare_.push_back(std::move(oldest.event));
+    done_ = now;
     progress_.NotifyAll();
   }
 }

@@ -3,9 +3,7 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <memory>
-#include <vector>
 
 #include "device/driver.h"
 #include "os/mutex.h"
@@ -36,13 +34,12 @@ class Event {
 //
 // A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
 // streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. A small
-// copy of the trainer's waits for the copies that were enqueued before it, which share the device's copy
-// engine, and maybe until this stream is empty. So at most kMostInFlight copies and `most_bytes` are in the
-// stream at a time, in `parts`: each has an event at its end, and once the next part would be too many, the
-// oldest is waited for. With one part, the stream is empty before the next begins.
+// copy of the trainer's waits until this stream is empty. So copies go in bursts: once kMostInFlight copies
+// or `most_bytes` are in the stream, all of them are waited for before the next is enqueued. While the
+// trainer waits for the copies itself (Hurry), only their number is bounded.
 //
-// Calls of the driver take locks that the trainer's launches take, too, and it may be launching all the time.
-// So parts are large, events are used again, and one thread at a time waits for the device, for all.
+// Calls of the driver take locks that the trainer's launches take, too, and it may be launching all the time:
+// the fewer calls, the better. So bursts are large, and one thread at a time waits for the device, for all.
 //
 // Each copy is a call of its own. cuMemcpyBatchAsync (12.8) takes many, but large and repeated submissions
 // are reported to hang or crash with driver 580 (vllm-project/vllm#49276), and it takes addresses of the host
@@ -54,17 +51,19 @@ class DeviceCopier {
   static constexpr Place kMostInFlight = 256;
 
   // Created on the trainer's thread, for its current context. Throws Failure.
-  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, uint64_t parts);
+  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes);
   ~DeviceCopier();
   DeviceCopier(const DeviceCopier&) = delete;
   DeviceCopier& operator=(const DeviceCopier&) = delete;
 
   // -- any thread in the context; these never wait for the device --------------------------------------
 
-  // Orders later copies after everything enqueued on `trainer` so far.
+  // Orders later copies after everything enqueued on `trainer` so far, and ends the hurry of earlier ones.
   void StartAfter(CuStream trainer);
   // Orders what is enqueued on `trainer` from now on after every copy enqueued so far.
   void HoldBack(CuStream trainer) const;
+  // Whether bytes in flight are unbounded, because the trainer waits for the copies and does nothing else.
+  void Hurry(bool hurries) { hurries_ = hurries; }
   // CopyRows without regard to kMostInFlight; the caller bounds the number of copies.
   void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows);
   // Returns a place after everything that this thread has enqueued.
@@ -100,11 +99,6 @@ class DeviceCopier {
     Place place = 0;
     uint64_t bytes = 0;
   };
-  // An event that is done when the first `place` copies are.
-  struct Mark {
-    Place place;
-    std::unique_ptr<Event> event;
-  };
   // Rows of one copy, as far apart on the device and on the host.
   struct Rows {
     size_t device_step, host_step, bytes, count;
@@ -113,18 +107,16 @@ class DeviceCopier {
   // Calls `copy` for parts of the rows: with a row, a place in it, a number of bytes and of rows.
   template <typename Copy>
   void EnqueueRows(const Rows& rows, const Copy& copy) REQUIRES(turns_);
-  // Before a copy of so many bytes, at most a part: ends the part if they do not fit, and waits for the
-  // oldest.
+  // Before a copy of so many bytes, at most most_bytes_: waits for those in flight if it does not fit.
   void MakeRoom(uint64_t bytes) REQUIRES(turns_);
-  void Count(uint64_t bytes);  // a copy that was enqueued
-  void MarkHere() REQUIRES(marking_);
-  std::unique_ptr<Event> TakeEvent() REQUIRES(marking_);
+  void Count(uint64_t bytes);     // a copy that was enqueued
+  void NoteIfEmpty(Place place);  // the device has reached it: is that all?
 
-  const uint64_t parts_, part_bytes_;
-  const Place part_copies_;
+  const uint64_t most_bytes_;
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
+  const Event reached_;    // recorded by the thread for which is_awaited_ is true
   Mutex waiting_for_all_;  // one thread at a time records last_
   const Event last_;
   const CuStream stream_;
@@ -132,21 +124,20 @@ class DeviceCopier {
   // Held while copies are enqueued and earlier ones waited for, so that no other thread adds to what is in
   // flight. Those that must not wait for the device do not take it.
   Mutex turns_;
-  Sums part_ GUARDED_BY(turns_);              // before the part that is being enqueued
-  Sums awaited_ GUARDED_BY(turns_);           // what came before is not in flight
-  std::deque<Sums> ends_ GUARDED_BY(turns_);  // of the parts since then
-
+  std::atomic<bool> hurries_{false};
   // Counted after the driver's call, so that an event recorded after reading it covers at least as many
   // copies.
   std::atomic<Place> enqueued_{0};
-  Mutex marking_;  // held where enqueued_ grows, so that places and bytes grow together
-  uint64_t bytes_ GUARDED_BY(marking_) = 0;                         // of those copies
-  std::deque<Mark> marks_ GUARDED_BY(marking_);                     // in the order of their places
-  Place marked_ GUARDED_BY(marking_) = 0;                           // of the last one made
-  Place done_ GUARDED_BY(marking_) = 0;                             // so many copies are known to be done
-  bool is_awaited_ GUARDED_BY(marking_) = false;                    // some thread waits for a mark
-  CondVar progress_;                                                // done_ grew, or nobody waits any more
-  std::vector<std::unique_ptr<Event>> spare_ GUARDED_BY(marking_);  // of earlier marks
+  Mutex counting_;                            // held where enqueued_ grows, so that copies and bytes agree
+  uint64_t bytes_ GUARDED_BY(counting_) = 0;  // of those copies
+  // What came before is done. Moves on only where the stream is empty, or a burst is over: a burst is not to
+  // grow while it runs, because the trainer's copies may wait for all of it.
+  Sums done_sums_ GUARDED_BY(counting_);
+
+  Mutex waiting_;
+  Place done_ GUARDED_BY(waiting_) = 0;           // so many copies are known to be done
+  bool is_awaited_ GUARDED_BY(waiting_) = false;  // some thread waits for the device
+  CondVar progress_;                              // done_ grew, or nobody waits any more
 };
 
 }  // namespace datastates

@@ -108,8 +108,7 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
       std::any_of(batch.spans().begin(), batch.spans().end(), [](const Span& span) { return span.device; });
   if (!device) return nullptr;
   if (!copier_) {
-    auto copier = std::make_shared<DeviceCopier>(Driver::Open(options_.driver), options_.most_in_flight,
-                                                 options_.parts_in_flight);
+    auto copier = std::make_shared<DeviceCopier>(Driver::Open(options_.driver), options_.most_in_flight);
     node_ = NodeOfDevice(options_.sysfs, copier->driver()->CurrentBusId());
     pool_->Register(copier->driver(), copier->context(), node_);
     sample_memory_ = std::make_shared<SampleMemory>(copier->driver(), copier->context(),
@@ -123,6 +122,16 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
   }
   copier_->StartAfter(trainer);
   return copier_;
+}
+
+// Returns how many slots a save needs at most: its copies then wait for no write, which must wait for the
+// file to be reserved. That takes as long as a copy in tmpfs.
+size_t Engine::SlotsOf(const Batch& batch, uint64_t reserve_bytes) const {
+  const auto& chunks = batch.chunks();
+  const uint64_t end = chunks.empty() ? 0 : chunks.back().offset + chunks.back().bytes;
+  const uint64_t tail = std::max(reserve_bytes, end) - end;
+  // Chunks of the tail, whose size is an estimate, may be half a slot.
+  return chunks.size() + std::max<size_t>(1, 2 * (tail + options_.slot_bytes - 1) / options_.slot_bytes);
 }
 
 std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
@@ -140,7 +149,7 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
   };
   std::shared_ptr<SaveJob> job(
       new SaveJob(path, options_.direct, options_.checksums, output, std::move(copier)), free_at_home);
-  pool_->Grow(std::max<size_t>(1, reserve_bytes / options_.slot_bytes + 1));
+  pool_->Grow(SlotsOf(batch, reserve_bytes));
   {
     const MutexLock lock(mutex_);
     jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& weak) { return weak.expired(); }),

@@ -44,13 +44,12 @@ class Engine {
     uint64_t write_bytes_per_second;  // 0: no limit
     std::string driver;
     std::string faults;
-    bool discard;              // write nothing, to measure copies without a disk
-    bool tripwire;             // take samples: engine/tripwire.h
-    bool paranoid;             // copy fenced chunks twice and compare checksums (save_job.h)
-    std::string sysfs;         // os/numa.h
-    uint64_t most_in_flight;   // bytes of device copies (device/copier.h)
-    uint64_t sample_seed;      // of the first save; each later one adds 1. 0: random
-    uint64_t parts_in_flight;  // of those copies
+    bool discard;             // write nothing, to measure copies without a disk
+    bool tripwire;            // take samples: engine/tripwire.h
+    bool paranoid;            // copy fenced chunks twice and compare checksums (save_job.h)
+    std::string sysfs;        // os/numa.h
+    uint64_t most_in_flight;  // bytes of device copies (device/copier.h)
+    uint64_t sample_seed;     // of the first save; each later one adds 1. 0: random
   };
 
   // Starts the threads. Throws Failure for invalid options, or if a thread cannot be started.
@@ -132,6 +131,7 @@ class Engine {
   };
 
   void TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch);
+  size_t SlotsOf(const Batch& batch, uint64_t reserve_bytes) const;
   void QueueOpening(const std::shared_ptr<SaveJob>& job, uint64_t reserve_bytes);
   void Queue(QueuedBatch queued);
   void StageLoop();

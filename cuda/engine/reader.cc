@@ -13,7 +13,7 @@
 namespace datastates {
 namespace {
 
-constexpr uint64_t kMostBytesInFlight = uint64_t{32} << 20;  // no trainer's copies wait during a load
+constexpr uint64_t kLongestCopy = uint64_t{32} << 20;
 
 }  // namespace
 
@@ -34,10 +34,11 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
   const size_t threads = std::min(static_cast<size_t>(reader_->options().threads), plan_.windows().size());
   SlotPool& pool = reader_->pool();
   if (plan_.has_device_targets()) {
-    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver), kMostBytesInFlight, 4);
+    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver), kLongestCopy);
     node_ = NodeOfDevice(reader_->options().sysfs, copier_->driver()->CurrentBusId());
     pool.Register(copier_->driver(), copier_->context(), node_);
     copier_->StartAfter(trainer);
+    copier_->Hurry(true);  // the trainer waits for the load
   }
   working_ = threads;
   threads_.reserve(threads);  // while none runs

@@ -71,7 +71,6 @@ class StagingEngine:
                 sysfs=options.sysfs,
                 most_in_flight=options.most_in_flight,
                 sample_seed=options.sample_seed,
-                parts_in_flight=options.parts_in_flight,
             )
 
     def begin(
@@ -130,7 +129,9 @@ class StagingEngine:
                 # Started and noted without a step between: at an interrupt there, nobody would end the job.
                 made.extend(itertools.starmap(start, [()]))
             save = FileSave(self, made[0], path, layout, [first, *owners], on_device)
+            made[0].hurry(True)
             save.wait_eager(self.options.fence_deadline)
+            made[0].hurry(False)
             if copies.eager.any() and save.failure is None:  # else a copy may still be under way
                 save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments])
             save.allow_lazy_copies(lazy_seconds)
@@ -292,6 +293,7 @@ class FileSave:
         After `seconds` the save fails, and this returns as soon as no copy is under way: memory must stay
         mapped while a copy reads it, however slow the device or the disk.
         """
+        self._job.hurry(True)
         self.allow_lazy_copies()
         if not self._reaches(native.Milestone.STAGED, seconds):
             self.cancel(f"not everything was copied within {seconds:g} s (--datastates-fence-deadline)")
@@ -311,6 +313,7 @@ class FileSave:
         Copies from host memory are done then. Copies from a device are enqueued, and the current stream waits
         for the last of them. At most a few hundred copies are in flight at a time, so all but these are done.
         """
+        self._job.hurry(True)
         self.allow_lazy_copies()
         if not self._reaches(native.Milestone.ENQUEUED, seconds):
             return False

@@ -29,6 +29,8 @@ def test_async_save_needs_no_worker(
     assert checkpoints.published() == checkpoints.complete() == [3, STEPS]
     for rank in ending.ranks:
         assert rank.facts["children"] == []
+        # Megatron 0.17 to 0.19 would release it before each save.
+        assert rank.facts["device memory released after"] in ([], [3])
         settled = rank.facts["arguments"]
         assert settled["async_save"] is True and settled["use_persistent_ckpt_worker"] is False
         assert settled["ckpt_assume_constant_structure"] is True

@@ -216,8 +216,10 @@ def test_a_file_that_opens_slowly_holds_up_no_other(engines: Engines, tmp_path: 
 @pytest.mark.parametrize("faults", ["open:1:stall=1000", "reserve:1:stall=1000"])
 def test_staging_does_not_wait_for_the_file(engines: Engines, tmp_path: Path, faults: str) -> None:
     """A trainer waits for what is eager, and its fence for the rest: not for a busy file system."""
-    save = Save(engines(most_slots=64, faults=faults), tmp_path / "data", [Copy(random_bytes(2 * MIB), 0)])
-    save.append([Copy(random_bytes(10), 2 * MIB)])
+    engine, whole = engines(most_slots=64, faults=faults), [Copy(random_bytes(2 * MIB), 0)]
+    save = Save(engine, tmp_path / "data", whole, reserve=2 * MIB + 128 * KIB)
+    save.append([Copy(random_bytes(64 * KIB), 2 * MIB)])
+    save.append([Copy(random_bytes(10), 2 * MIB + 64 * KIB)])
     for milestone in (Milestone.EAGER, Milestone.STAGED, Milestone.APPENDED):
         save.expect(milestone)
     assert save.status["reserved_at"] < 0 and save.status["bytes_written"] == 0

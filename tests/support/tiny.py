@@ -33,7 +33,8 @@ DRAWN_BY_LOADER = "generator torch"
 class RankRecord:
     """What one rank recorded: digests by name, when training began and at later moments.
 
-    `facts` are `children` (names of the child processes seen), `our modules` (modules of this package that
+    `facts` are `children` (names of the child processes seen), `device memory released after` (the numbers of
+    the steps after which torch was to empty its cache), `our modules` (modules of this package that
     were imported at the end) and `arguments` (as Megatron settled them).
     """
 

@@ -49,9 +49,15 @@ class Recorder:
         self.begun: dict[str, Any] = {}
         self.states: dict[str, Digests] = {}
         self.children: set[str] = set()
+        self.released_after: list[int] = []  # numbers of steps
 
     def attach(self) -> None:
         set_up, take_step = loop.setup_model_and_optimizer, loop.train_step
+        release = torch.cuda.empty_cache
+
+        def empty_cache() -> None:
+            self.released_after.append(len(self.states))
+            release()
 
         def setup_model_and_optimizer(*args: Any, **options: Any) -> Any:
             self._working = set_up(*args, **options)
@@ -69,6 +75,7 @@ class Recorder:
 
         loop.setup_model_and_optimizer = setup_model_and_optimizer
         loop.train_step = train_step
+        torch.cuda.empty_cache = empty_cache
 
     def working(self) -> tuple[Any, Any, Any]:
         """Returns the model chunks, the optimizer and the scheduler."""
@@ -90,6 +97,7 @@ class Recorder:
         moment = f"end, after step {get_args().curr_iteration + 1}"
         facts = {
             "children": sorted(self.children),
+            "device memory released after": [step for step in self.released_after if step > 0],
             "our modules": sorted(name for name in sys.modules if name.startswith("megatron_datastates")),
             "arguments": {name: getattr(get_args(), name, None) for name in SETTLED},
         }

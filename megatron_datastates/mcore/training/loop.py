@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -31,9 +32,11 @@ logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
 _LAST_CALL = "maybe_finalize_async_save"  # of `pretrain`, with terminate=True; called elsewhere, too
 _DECISION = "checkpoint_and_decide_exit"  # of `train`, after each iteration
+_SAVE = "save_checkpoint_and_time"  # which calls save_checkpoint
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 _skipped = 0  # saves
+_has_saved = False
 _may_skip = True  # False while Megatron's decision to exit is made once more, with the save that was skipped
 
 
@@ -66,6 +69,8 @@ def attach_to_train() -> None:
             replace(loop, _LAST_CALL, wrap_last_call)
         if hasattr(loop, _DECISION):
             replace(loop, _DECISION, wrap_decision)
+        if hasattr(loop, _SAVE):
+            replace(loop, _SAVE, wrap_save_and_time)
 
 
 def is_training() -> bool:
@@ -150,6 +155,23 @@ def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_and_decide_exit
 
 
+def wrap_save_and_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `save_checkpoint_and_time`: from the second save of ours on, device memory stays cached."""
+    parameters = Parameters(original)
+
+    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.checkpointing import get_args
+
+        from megatron_datastates.mcore.training import device_cache
+
+        chosen = get_args()
+        is_ours = _saves_are_ours(chosen) and not _is_local(parameters.of_call(args, kwargs), chosen)
+        with device_cache.kept_before_save() if is_ours and _has_saved else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    return save_checkpoint_and_time
+
+
 def _finish_objects() -> None:
     from megatron_datastates.pipeline.saver_pool import finish_objects
 
@@ -213,6 +235,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = Parameters(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        global _has_saved
         from megatron.training.checkpointing import get_args
 
         chosen = get_args()
@@ -221,7 +244,9 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
-        from megatron_datastates.mcore.training import near, retention
+        from megatron_datastates.mcore.training import device_cache, near, retention
+
+        device_cache.save_begins()
 
         call = parameters.of_call((iteration, *args), kwargs)
         assert _options is not None, "_saves_are_ours has called enable_saving"
@@ -238,7 +263,9 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             ),
         ):
             try:
-                return original(iteration, *args, **kwargs)
+                result = original(iteration, *args, **kwargs)
+                _has_saved = _has_saved or is_ours
+                return result
             except SaveFailedError as error:  # on every rank, so all continue together
                 if _options.on_failure == "raise":
                     raise
