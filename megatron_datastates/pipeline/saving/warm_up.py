@@ -9,6 +9,9 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
 
 logger = logging.getLogger(__name__)
+# For header, tail and gaps between tensors. A save that lacks a slot allocates it itself; but page-locking
+# takes as long as the copies that run beside it, which its fence then waits for.
+_SLOTS_BESIDE = 4
 _FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer steps
 
 
@@ -39,8 +42,8 @@ class AtFirstFences:
             self._is_locked = self._is_locked or engine.page_lock()
             if not self._is_locked or engine.options.staging_memory:
                 return
-            if has_stepped:
-                engine.grow(self._shard_bytes())
+            if has_stepped and (tensors := self._shard_bytes()):
+                engine.grow(tensors + _SLOTS_BESIDE * engine.slot_bytes)
             if self._fences_seen < _FIRST_FENCES:
                 FENCE.add(self)
         except Exception as error:  # the first save tries again, and fails on all ranks if it cannot
