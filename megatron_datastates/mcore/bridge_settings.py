@@ -8,7 +8,9 @@ resume. So our name becomes "torch_dist" wherever Bridge would read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_datastates.config import Options
@@ -17,6 +19,7 @@ from megatron_datastates.mcore.hooks.calls import Parameters
 
 FORMAT = "datastates"
 MANAGER = "megatron_datastates.mcore.bridge.CheckpointManager"
+_SAVE = "save_checkpoint_and_time"
 _loops = 0  # calls of Bridge's `train` that have not returned
 
 
@@ -109,10 +112,11 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if not adopt(parameters.of_call(args, kwargs)["state"].cfg.checkpoint):
             return original(*args, **kwargs)
+        from megatron_datastates.mcore.training import device_cache
         from megatron_datastates.pipeline.saving.held import trainer_held
 
         enable_saving()
-        with trainer_held("save_checkpoint"):
+        with trainer_held("save_checkpoint"), device_cache.saving(is_ours=True):
             return original(*args, **kwargs)
 
     return save_checkpoint
@@ -134,6 +138,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
+        _attach_to_loop(sys.modules.get(original.__module__))
         _loops += 1
         try:
             return original(*args, **kwargs)
@@ -141,3 +146,16 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             _loops -= 1
 
     return train
+
+
+def _attach_to_loop(module: Any) -> None:
+    """Wraps the function of Bridge's loop that calls `save_checkpoint`, if this release has it."""
+    from megatron_datastates.mcore.hooks.attach import replace
+    from megatron_datastates.mcore.training.device_cache import wrap_save_and_time
+
+    if hasattr(module, _SAVE):
+        replace(module, _SAVE, functools.partial(wrap_save_and_time, is_ours=_is_save_of_ours))
+
+
+def _is_save_of_ours(call: Mapping[str, Any]) -> bool:
+    return "state" in call and adopt(call["state"].cfg.checkpoint)

@@ -1,35 +1,61 @@
-"""Device memory that torch has cached, which Megatron need not release for a save of ours.
+"""Device memory that torch has cached, which a training loop need not release for a save of ours.
 
-Megatron 0.17 to 0.19 calls `torch.cuda.empty_cache()` before each save, in every format, so that the process
-that writes has room on the device. Our saves write from staging memory in the host and take none. The call
-waits for the device, and the next iteration allocates all that memory anew, while tensors are being copied.
-Later releases do not call it any more (NVIDIA/Megatron-LM#5678 has figures).
+Megatron 0.17 to 0.19, and Megatron-Bridge, call `torch.cuda.empty_cache()` before each save, in every format,
+so that the process that writes has room on the device. Our saves write from staging memory in the host and
+take none. The call waits for the device, and the next iteration allocates all that memory anew, while
+tensors are being copied. Later releases of Megatron do not call it (NVIDIA/Megatron-LM#5678 has figures).
 
-The first save of a process keeps it: collective calls that no step makes take memory of their own then.
+The first save of a process releases it: collective calls that no step makes take memory of their own then.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
+from megatron_datastates.mcore.hooks.calls import Parameters
+
 _replaced: list[Callable[[], None]] = []  # torch.cuda.empty_cache, as long as it does nothing
+_has_saved = False
+
+
+def wrap_save_and_time(
+    original: Callable[..., Any], is_ours: Callable[[Mapping[str, Any]], bool]
+) -> Callable[..., Any]:
+    """Wraps a loop's function that calls `save_checkpoint`; `is_ours` gets the arguments of a call."""
+    parameters = Parameters(original)
+
+    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+        if not _has_saved or not is_ours(parameters.of_call(args, kwargs)):
+            return original(*args, **kwargs)
+        with _kept():
+            return original(*args, **kwargs)
+
+    return save_checkpoint_and_time
 
 
 @contextlib.contextmanager
-def kept_before_save() -> Iterator[None]:
-    """Makes `torch.cuda.empty_cache` do nothing until `save_begins` is called, or this scope ends."""
+def saving(*, is_ours: bool) -> Iterator[None]:
+    """Surrounds `save_checkpoint`, during which `torch.cuda.empty_cache` is torch's own."""
+    global _has_saved
+    _restore()
+    yield
+    _has_saved = _has_saved or is_ours
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
     _replaced.append(torch.cuda.empty_cache)
     torch.cuda.empty_cache = lambda: None
     try:
         yield
     finally:
-        save_begins()
+        _restore()
 
 
-def save_begins() -> None:
-    """Restores `torch.cuda.empty_cache`."""
+def _restore() -> None:
     while _replaced:
         torch.cuda.empty_cache = _replaced.pop()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_datastates.config import GIB, Options
@@ -36,7 +36,6 @@ _SAVE = "save_checkpoint_and_time"  # which calls save_checkpoint
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 _skipped = 0  # saves
-_has_saved = False
 _may_skip = True  # False while Megatron's decision to exit is made once more, with the save that was skipped
 
 
@@ -70,7 +69,9 @@ def attach_to_train() -> None:
         if hasattr(loop, _DECISION):
             replace(loop, _DECISION, wrap_decision)
         if hasattr(loop, _SAVE):
-            replace(loop, _SAVE, wrap_save_and_time)
+            from megatron_datastates.mcore.training.device_cache import wrap_save_and_time  # imports torch
+
+            replace(loop, _SAVE, functools.partial(wrap_save_and_time, is_ours=_is_save_of_ours))
 
 
 def is_training() -> bool:
@@ -155,21 +156,11 @@ def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_and_decide_exit
 
 
-def wrap_save_and_time(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `save_checkpoint_and_time`: from the second save of ours on, device memory stays cached."""
-    parameters = Parameters(original)
+def _is_save_of_ours(call: Mapping[str, Any]) -> bool:
+    from megatron.training.checkpointing import get_args
 
-    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.checkpointing import get_args
-
-        from megatron_datastates.mcore.training import device_cache
-
-        chosen = get_args()
-        is_ours = _saves_are_ours(chosen) and not _is_local(parameters.of_call(args, kwargs), chosen)
-        with device_cache.kept_before_save() if is_ours and _has_saved else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    return save_checkpoint_and_time
+    chosen = get_args()
+    return _saves_are_ours(chosen) and not _is_local(call, chosen)
 
 
 def _finish_objects() -> None:
@@ -235,7 +226,6 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = Parameters(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        global _has_saved
         from megatron.training.checkpointing import get_args
 
         chosen = get_args()
@@ -245,8 +235,6 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
         from megatron_datastates.mcore.training import device_cache, near, retention
-
-        device_cache.save_begins()
 
         call = parameters.of_call((iteration, *args), kwargs)
         assert _options is not None, "_saves_are_ours has called enable_saving"
@@ -258,14 +246,13 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             retention.saving(iteration),
             near.saving(_options, is_release=bool(call.get("release"))),
             dataloader.saving(is_ours=is_ours),
+            device_cache.saving(is_ours=is_ours),
             preparing.saving(
                 is_ours=is_ours, is_on=_options.prepared, is_constant=_is_constant(call, chosen)
             ),
         ):
             try:
-                result = original(iteration, *args, **kwargs)
-                _has_saved = _has_saved or is_ours
-                return result
+                return original(iteration, *args, **kwargs)
             except SaveFailedError as error:  # on every rank, so all continue together
                 if _options.on_failure == "raise":
                     raise
@@ -311,7 +298,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     return True
 
 
-def _is_local(call: dict[str, Any], args: Any) -> bool:
+def _is_local(call: Mapping[str, Any], args: Any) -> bool:
     """Returns whether a call of save_checkpoint saves to the node's own disk, which Megatron does itself."""
     local = getattr(args, "non_persistent_ckpt_type", None) == "local"
     return local and bool(call.get("non_persistent_ckpt"))
