@@ -22,6 +22,7 @@ from tests.native.harness import (
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 128  # cuda/device/copier.h
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
+BLOCKING_SYNC = 1  # a flag of cuEventCreate
 NEVER = 60.0  # seconds; longer than a test
 
 
@@ -310,6 +311,15 @@ def test_one_event_serves_all_waits(
     assert len(cuda.calls("cuEventRecord")) >= count * size / (256 * KIB)
     assert len(cuda.calls("cuEventCreate")) < 6
     assert len(cuda.calls("cuEventSynchronize")) <= len(cuda.calls("cuEventRecord"))
+
+
+@pytest.mark.parametrize("spin", [False, True])
+def test_waits_for_the_device_spin_if_that_is_asked_for(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, spin: bool
+) -> None:
+    save_whole(device_engines(spin=spin), tmp_path / "data", many(300), stream=cuda.new_stream())
+    spinning = [flags for flags in cuda.calls("cuEventCreate") if not int(flags) & BLOCKING_SYNC]
+    assert len(spinning) == spin
 
 
 def test_the_trainer_is_held_back_while_a_copy_waits_in_the_driver(

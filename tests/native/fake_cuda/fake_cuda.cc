@@ -125,7 +125,7 @@ int StreamDestroy(void* stream) {
 }
 
 int EventCreate(void** event, unsigned flags) {
-  if (int code = Enter("cuEventCreate", "", kContext)) return code;
+  if (int code = Enter("cuEventCreate", std::to_string(flags), kContext)) return code;
   World& world = TheWorld();
   Lock lock(world.mutex);
   Event made;
