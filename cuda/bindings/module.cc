@@ -166,10 +166,10 @@ void BindEngine(nb::module_& module) {
           "output"_a = Output::kFile)
       .def(
           "allow_lazy_copies",
-          [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, double seconds) {
-            if (self.is_open()) self.engine()->AllowLazyCopies(*job, seconds);
+          [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, double seconds, bool hurries) {
+            if (self.is_open()) self.engine()->AllowLazyCopies(*job, seconds, hurries);
           },
-          "job"_a, "seconds"_a)
+          "job"_a, "seconds"_a, "hurries"_a = false)
       .def(
           "append",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, uint64_t begin, uint64_t end,
@@ -224,7 +224,6 @@ void BindJob(nb::module_& module) {
           "hold_back",
           [](SaveJob& self, uintptr_t stream) { self.HoldBack(reinterpret_cast<CuStream>(stream)); },
           "stream"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("hurry", &SaveJob::Hurry, "hurries"_a)
       .def("stream_waited", &SaveJob::StreamWaited, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &SaveJob::Cancel, "reason"_a)
       .def("remove", &SaveJob::Remove, nb::call_guard<nb::gil_scoped_release>())

@@ -29,10 +29,33 @@ DeviceCopier::~DeviceCopier() {
 }
 
 void DeviceCopier::StartAfter(CuStream trainer) {
-  Hurry(false);
+  MarkCopies();
   Event now(driver_, context_);
   driver_->Record(now.get(), trainer);
   driver_->StreamWait(stream_, now.get());
+}
+
+void DeviceCopier::MarkCopies() {
+  const Place place = enqueued_;  // read before the record, as in WaitFor
+  {
+    const MutexLock lock(waiting_);
+    if (done_ >= place) return;
+  }
+  Mark mark{place, std::make_shared<Event>(driver_, context_)};
+  driver_->Record(mark.event->get(), stream_);
+  const MutexLock lock(waiting_);
+  marks_.push_back(std::move(mark));
+}
+
+std::shared_ptr<Event> DeviceCopier::MarkFor(Place* place) {
+  while (!marks_.empty() && marks_.front().place <= done_) marks_.pop_front();
+  for (const Mark& mark : marks_) {
+    if (mark.place < *place) continue;
+    *place = mark.place;
+    return mark.event;
+  }
+  *place = enqueued_;  // read before the record, which so covers as many copies
+  return nullptr;
 }
 
 void DeviceCopier::HoldBack(CuStream trainer) const {
@@ -135,11 +158,12 @@ void DeviceCopier::WaitFor(Place place) {
       continue;
     }
     is_awaited_ = true;
-    const Place now = enqueued_;  // read before the record, which so covers as many copies
+    Place now = place;
+    const std::shared_ptr<Event> mark = MarkFor(&now);
     lock.Unlock();
     try {
-      driver_->Record(reached_.get(), stream_);
-      driver_->Synchronize(reached_.get());
+      if (!mark) driver_->Record(reached_.get(), stream_);
+      driver_->Synchronize(mark ? mark->get() : reached_.get());
     } catch (...) {
       lock.Lock();
       is_awaited_ = false;  // another thread tries

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 
 #include "device/driver.h"
@@ -58,7 +59,7 @@ class DeviceCopier {
 
   // -- any thread in the context; these never wait for the device --------------------------------------
 
-  // Orders later copies after everything enqueued on `trainer` so far, and ends the hurry of earlier ones.
+  // Orders later copies after everything enqueued on `trainer` so far.
   void StartAfter(CuStream trainer);
   // Orders what is enqueued on `trainer` from now on after every copy enqueued so far.
   void HoldBack(CuStream trainer) const;
@@ -99,11 +100,21 @@ class DeviceCopier {
     Place place = 0;
     uint64_t bytes = 0;
   };
+  // An event that is done when the first `place` copies are.
+  struct Mark {
+    Place place;
+    std::shared_ptr<Event> event;
+  };
   // Rows of one copy, as far apart on the device and on the host.
   struct Rows {
     size_t device_step, host_step, bytes, count;
   };
 
+  // Marks the copies so far, before the stream waits for the trainer: whoever waits for them later does not
+  // wait for what the trainer has enqueued since.
+  void MarkCopies();
+  // Returns the first mark that covers *place, or null if none does, and where it is, or will be.
+  std::shared_ptr<Event> MarkFor(Place* place) REQUIRES(waiting_);
   // Calls `copy` for parts of the rows: with a row, a place in it, a number of bytes and of rows.
   template <typename Copy>
   void EnqueueRows(const Rows& rows, const Copy& copy) REQUIRES(turns_);
@@ -137,6 +148,7 @@ class DeviceCopier {
   Mutex waiting_;
   Place done_ GUARDED_BY(waiting_) = 0;           // so many copies are known to be done
   bool is_awaited_ GUARDED_BY(waiting_) = false;  // some thread waits for the device
+  std::deque<Mark> marks_ GUARDED_BY(waiting_);   // in the order of their places
   CondVar progress_;                              // done_ grew, or nobody waits any more
 };
 

@@ -11,6 +11,9 @@
 namespace datastates {
 namespace {
 
+constexpr uint64_t kTailChunk = uint64_t{4}
+                                << 20;  // takes a slot, and is smaller if slots are (engine/tail.py)
+constexpr uint64_t kMostTailSlots = 4;
 constexpr const char* kClosed = "the engine was closed";
 
 uint64_t RandomSeed() {
@@ -22,6 +25,12 @@ uint64_t RandomSeed() {
 bool HasLazyHostSpans(const Batch& batch) {
   return std::any_of(batch.spans().begin(), batch.spans().end(),
                      [](const Span& span) { return !span.eager && !span.device; });
+}
+
+// Whether the trainer waits for copies from a device before the start of the save returns.
+bool HasEagerDeviceSpans(const Batch& batch) {
+  return std::any_of(batch.spans().begin(), batch.spans().end(),
+                     [](const Span& span) { return span.eager && span.device; });
 }
 
 }  // namespace
@@ -125,14 +134,16 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
   return copier_;
 }
 
-// Returns how many slots a save needs at most: its copies then wait for no write, which must wait for the
-// file to be reserved. That takes as long as a copy in tmpfs.
+// Returns how many slots a file needs, so that its copies wait for no write. The first write waits for the
+// file's reservation, which takes as long as a copy in tmpfs. A long tail (encoded tensors, streams) waits
+// for its own writes, as in a pool of the file's size.
 size_t Engine::SlotsOf(const Batch& batch, uint64_t reserve_bytes) const {
   const auto& chunks = batch.chunks();
   const uint64_t end = chunks.empty() ? 0 : chunks.back().offset + chunks.back().bytes;
   const uint64_t tail = std::max(reserve_bytes, end) - end;
-  // Chunks of the tail, whose size is an estimate, may be half a slot.
-  return chunks.size() + std::max<size_t>(1, 2 * (tail + options_.slot_bytes - 1) / options_.slot_bytes);
+  const uint64_t of_tail = tail / std::min<uint64_t>(options_.slot_bytes, kTailChunk) + 1;
+  return std::max<size_t>(chunks.size() + std::min(of_tail, kMostTailSlots),
+                          reserve_bytes / options_.slot_bytes + 1);
 }
 
 std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
@@ -164,6 +175,7 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
   try {
     if (job->writes()) QueueOpening(job, reserve_bytes);
     if (options_.tripwire) TakeSamples(job, *queued.batch);
+    if (job->copier()) job->copier()->Hurry(HasEagerDeviceSpans(*queued.batch));
     if (options_.paranoid) {
       QueuedBatch first_pass{job, queued.batch};
       first_pass.first_pass = true;
@@ -178,7 +190,8 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
   return job;
 }
 
-void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
+void Engine::AllowLazyCopies(const SaveJob& job, double seconds, bool hurries) {
+  if (job.copier()) job.copier()->Hurry(hurries);
   const auto from = DeadlineAfter(seconds);
   const MutexLock lock(mutex_);
   for (QueuedBatch& queued : queue_) {

@@ -78,8 +78,8 @@ class Engine {
   // which only names the job in errors.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch, Output output,
                                  CuStream trainer, double lazy_seconds);
-  // Lets the job's lazy copies begin at the latest `seconds` from now.
-  void AllowLazyCopies(const SaveJob& job, double seconds);
+  // Lets the job's lazy copies begin at the latest `seconds` from now. `hurries`: the trainer waits for them.
+  void AllowLazyCopies(const SaveJob& job, double seconds, bool hurries);
   // Adds bytes to a file that was begun; their sources stay valid until kAppended or, if the job fails, until
   // kReleased. They do not wait for lazy chunks: serializing is slow, and goes on while tensors are staged.
   void Append(const std::shared_ptr<SaveJob>& job, Batch batch);

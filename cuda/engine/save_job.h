@@ -80,10 +80,6 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Makes `trainer` wait for the device copies enqueued so far: after kEager the samples and the eager
   // chunks, after kEnqueued all fenced chunks. If that fails, the job fails.
   void HoldBack(CuStream trainer);
-  // Whether the copies may use the device as if the trainer waited for them; until the next save at most.
-  void Hurry(bool hurries) {
-    if (copier_) copier_->Hurry(hurries);
-  }
   // Returns the seconds for which it waited, by the device's clock; a wait still under way is not included.
   double StreamWaited();
   // Returns one CRC-32C for each block of [0, end of data). Call it after kWritten.

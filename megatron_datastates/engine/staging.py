@@ -130,9 +130,7 @@ class StagingEngine:
                 # Started and noted without a step between: at an interrupt there, nobody would end the job.
                 made.extend(itertools.starmap(start, [()]))
             save = FileSave(self, made[0], path, layout, [first, *owners], on_device)
-            made[0].hurry(True)
             save.wait_eager(self.options.fence_deadline)
-            made[0].hurry(False)
             if copies.eager.any() and save.failure is None:  # else a copy may still be under way
                 save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments])
             save.allow_lazy_copies(lazy_seconds)
@@ -294,19 +292,18 @@ class FileSave:
         After `seconds` the save fails, and this returns as soon as no copy is under way: memory must stay
         mapped while a copy reads it, however slow the device or the disk.
         """
-        self._job.hurry(True)
-        self.allow_lazy_copies()
+        self.allow_lazy_copies(hurries=True)
         if not self._reaches(native.Milestone.STAGED, seconds):
             self.cancel(f"not everything was copied within {seconds:g} s (--datastates-fence-deadline)")
             self._reaches(native.Milestone.STAGED)
 
-    def allow_lazy_copies(self, seconds: float = 0.0) -> None:
-        """Lets lazy copies begin at the latest `seconds` from now.
+    def allow_lazy_copies(self, seconds: float = 0.0, *, hurries: bool = False) -> None:
+        """Lets lazy copies begin at the latest `seconds` from now; `hurries`: the trainer waits for them.
 
         They do not begin with the save: Megatron's timers synchronize the device right after it, and would
         wait for every copy enqueued by then; and other threads of the trainer's would wait for a core.
         """
-        self._engine.native.allow_lazy_copies(self._job, seconds)
+        self._engine.native.allow_lazy_copies(self._job, seconds, hurries)
 
     def fence(self, seconds: float) -> bool:
         """Waits until the trainer may change every source; returns False after `seconds`.
@@ -314,8 +311,7 @@ class FileSave:
         Copies from host memory are done then. Copies from a device are enqueued, and the current stream waits
         for the last of them. At most a few hundred copies are in flight at a time, so all but these are done.
         """
-        self._job.hurry(True)
-        self.allow_lazy_copies()
+        self.allow_lazy_copies(hurries=True)
         if not self._reaches(native.Milestone.ENQUEUED, seconds):
             return False
         if self._on_device:

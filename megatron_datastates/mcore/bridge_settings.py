@@ -135,11 +135,13 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `train`, Bridge's own loop."""
+    from megatron_datastates.mcore.training.device_cache import forget_saves
 
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
         _attach_to_loop(sys.modules.get(original.__module__))
         _loops += 1
+        forget_saves()
         try:
             return original(*args, **kwargs)
         finally:

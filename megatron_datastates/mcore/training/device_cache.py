@@ -5,7 +5,7 @@ so that the process that writes has room on the device. Our saves write from sta
 take none. The call waits for the device, and the next iteration allocates all that memory anew, while
 tensors are being copied. Later releases of Megatron do not call it (NVIDIA/Megatron-LM#5678 has figures).
 
-The first save of a process releases it: collective calls that no step makes take memory of their own then.
+The first save of a loop releases it: collective calls that no step makes take memory of their own then.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ def wrap_save_and_time(
             return original(*args, **kwargs)
 
     return save_checkpoint_and_time
+
+
+def forget_saves() -> None:
+    """Notes that a loop begins, maybe after a restart within the process, with new communicators."""
+    global _has_saved
+    _has_saved = False
 
 
 @contextlib.contextmanager

@@ -85,6 +85,8 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     It starts with all state providers made, which may watch the training from its first step, and only with
     the data loader at its loaded position.
     """
+    from megatron_datastates.mcore.training.device_cache import forget_saves  # imports torch
+
     parameters = Parameters(original)
 
     def train(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +96,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             _announce(_options)
         _require_restored_data(parameters.of_call(args, kwargs).get("train_data_iterator"))
         _loops += 1
+        forget_saves()
         try:
             return original(*args, **kwargs)
         except SystemExit:  # as --exit-interval and signals end it

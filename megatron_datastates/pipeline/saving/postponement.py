@@ -73,7 +73,7 @@ class Postponement:
         self.charge()
         if not self._ended.is_set():
             for file in self._files:
-                file.allow_lazy_copies(0.0 if is_awaited else COPIES_AFTER_POLL_SECONDS)
+                file.allow_lazy_copies(0.0 if is_awaited else COPIES_AFTER_POLL_SECONDS, hurries=is_awaited)
             self._pause = 0.0 if is_awaited else AFTER_POLL_SECONDS
             self._ended.set()
 

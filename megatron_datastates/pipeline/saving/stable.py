@@ -140,7 +140,7 @@ class StableFile:
         sources are needed again.
         """
         deadline = time.monotonic() + seconds
-        self.allow_lazy_copies()
+        self.allow_lazy_copies(hurries=True)
         if not self.settle(seconds):
             return False
         return self._writing is None or self._writing.fence(max(deadline - time.monotonic(), 0.0))
@@ -148,16 +148,16 @@ class StableFile:
     def await_copies(self, seconds: float) -> None:
         """Returns when no source is read any more, as FileSave.await_copies."""
         deadline = time.monotonic() + seconds
-        self.allow_lazy_copies()
+        self.allow_lazy_copies(hurries=True)
         if not self.settle(seconds):
             self.cancel(f"not everything was read within {seconds:g} s")
             self._settled.set()
         for job in self._jobs():
             job.await_copies(max(deadline - time.monotonic(), 0.0))
 
-    def allow_lazy_copies(self, seconds: float = 0.0) -> None:
+    def allow_lazy_copies(self, seconds: float = 0.0, *, hurries: bool = False) -> None:
         for job in self._jobs():
-            job.allow_lazy_copies(seconds)
+            job.allow_lazy_copies(seconds, hurries=hurries)
 
     def sources_copied(self) -> bool:
         """Returns whether no source is needed any more, and drops them then. Decides, if that is due."""

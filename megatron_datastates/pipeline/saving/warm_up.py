@@ -9,8 +9,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
 
 logger = logging.getLogger(__name__)
-# For header, tail and gaps between tensors. A save that lacks a slot allocates it itself; but page-locking
-# takes as long as the copies that run beside it, which its fence then waits for.
+# For header, tail and gaps between tensors. A save that lacks them allocates them while its copies run.
 _SLOTS_BESIDE = 4
 _FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer steps
 
