@@ -98,17 +98,26 @@ def test_the_loop_of_bridge_is_wrapped_where_it_has_this_function(
     )
     monkeypatch.setitem(bridge_settings.sys.modules, "a loop", module)
 
-    def train() -> None:
+    def train() -> list[str]:
+        """Saves by its own function, before and after a save of ours, and then in another format."""
         module.save_checkpoint_and_time(state)
+        loop.saved()
+        loop.released = []
+        module.save_checkpoint_and_time(state)
+        config.ckpt_format, config.custom_manager_class = "torch_dist", None
+        loop.moment = "another format"
+        module.save_checkpoint_and_time(state)
+        return loop.released
 
     train.__module__ = "a loop"
-    wrapped = bridge_settings.wrap_train(train)
-    wrapped()
-    assert loop.released == [""], "there was no save of ours before"
+    assert bridge_settings.wrap_train(train)() == ["another format"]
+    config.ckpt_format = "datastates"
+    assert bridge_settings.wrap_train(train)() == ["another format"]
+
+
+def test_a_new_loop_in_the_same_process_begins_anew(make_loop: Callable[..., Loop]) -> None:
+    """As after a restart within the process, which makes new communicators."""
+    loop = make_loop()
     loop.saved()
-    before = len(loop.released)
-    wrapped()
-    assert len(loop.released) == before
-    config.ckpt_format, config.custom_manager_class = "torch_dist", None
-    wrapped()
-    assert len(loop.released) == before + 1
+    device_cache.forget_saves()
+    assert loop.saved() == ["before", "within", "after"]
