@@ -195,7 +195,9 @@ def show_costs(demo: Demo) -> None:
     silent = sorted(set(demo.published()) - {save["iteration"] for save in reported})
     if silent:
         iterations = " and ".join(map(str, silent))
-        demo.print_line(f"iteration {iterations} was published, and the run killed before it reported that")
+        demo.print_line(
+            f"iteration {iterations} was published, but the run was killed before it could report that"
+        )
     show_providers(demo, resumed[-1])
     make_page(demo)
 
@@ -262,7 +264,7 @@ def parse_arguments() -> argparse.Namespace:
         if not arguments.keep.is_dir():
             parser.error(f"--keep: {arguments.keep} is not a directory")
         if any(arguments.keep.iterdir()):
-            parser.error(f"--keep: {arguments.keep} is not empty")
+            parser.error(f"--keep: {arguments.keep} is not empty: give another folder, or remove it")
     return arguments
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def gpu(found: Results) -> Iterator[Row]:
     ours = found["parts"]["training"]["ways"][f"{OURS} async, disk"]
     size = ours["checkpoint_bytes"] / 1e6
     name = f"Megatron's loop on a GPU held by an asynchronous save of {size:,.0f} MB"
-    yield Row(name, GPU, f"{ours['held_ms']:,.0f} ms (at most {ours['held_ms_most']:,.0f})")
+    held = f"{ours['held_ms']:,.0f} ms (median of {ours['saves']}, at most {ours['held_ms_most']:,.0f})"
+    yield Row(name, GPU, held)
     steps = found["parts"]["steps"]
     alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
     copied = f"{steps['bytes'] / 1e6:,.0f} MB"
@@ -118,19 +120,27 @@ def gpu(found: Results) -> Iterator[Row]:
 
 
 def gpu_iterations(found: Results) -> Iterator[Row]:
-    """Yields rows about the iterations of Megatron's loop on a GPU during which a save is copied."""
-    ways = found["parts"]["training"]["ways"]
-    kept, released = (ways[f"{OURS} async{what}, tmpfs"] for what in ("", ", cache released"))
-    name = f"an iteration of {kept['iteration_ms']:,.0f} ms of that loop, while it is copied to tmpfs"
-    yield Row(name, GPU_ITERATIONS, f"{_longer(kept)} (median of {kept['saves']})")
-    name = (
-        "the same if torch's cached device memory is released before each save, as by Megatron 0.17 to 0.19"
-    )
-    yield Row(name, GPU_ITERATIONS, _longer(released))
+    """Yields rows about saves of that loop to tmpfs, and the iterations while they are copied."""
+    part = found["parts"]["training"]
+    kept, released = (part["ways"][f"{OURS} async{what}, tmpfs"] for what in ("", ", cache released"))
+    held = f"{kept['held_ms']:,.0f} ms (median of {kept['saves']}, at most {kept['held_ms_most']:,.0f})"
+    yield Row("that loop held by saves of as much to tmpfs, on another machine", GPU_ITERATIONS, held)
+    name = "an iteration of that loop, while a save to tmpfs is copied"
+    yield Row(name, GPU_ITERATIONS, _longer(kept, part["block"]))
+    name = "the same if torch's cached device memory is released before each save (our package prevents that)"
+    yield Row(name, GPU_ITERATIONS, _longer(released, part["block"]))
 
 
-def _longer(way: Results) -> str:
-    return f"{way['copying_iteration_longer_percent']:.0f}% longer"
+def _longer(way: Results, block: int) -> str:
+    """Says by how much the iteration after a save is longer than those of the blocks beside it."""
+    took, found = way["iterations_ms"], []
+    for at in range(
+        3 * block, len(took) - block, 2 * block
+    ):  # the first save, in the second block, does not count
+        beside = took[at - block : at] + took[at + block : at + 2 * block]
+        found.append(100 * (took[at + 1] / statistics.median(beside) - 1))
+    text = f"{statistics.median(found):.0f}% longer (median of {len(found)}, "
+    return text + f"from {min(found):.0f} to {max(found):.0f}%)"
 
 
 GPU = "gpu-h100-80gb-hbm3-2026-11-26-2"
