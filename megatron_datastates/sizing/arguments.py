@@ -41,7 +41,9 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
 _HARMLESS = {"spec": ("local",), "softmax-type": ("vanilla", "off-by-one")}
 _NOTHING = ("none", "null", "~")  # Python's and YAML's words for a flag that is not given
 _OFF = ("false", "no", "off", "0")
-BY_PARAMETERS = "give --params 671B and the parallel sizes for an estimate that spreads parameters evenly"
+BY_PARAMETERS = (
+    "give --params N, such as 671B, and the parallel sizes for an estimate that spreads parameters evenly"
+)
 
 
 class Arguments:

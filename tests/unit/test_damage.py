@@ -23,6 +23,7 @@ from megatron_datastates.format.manifest import IndexEntry
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.runs import opening
+from megatron_datastates.pipeline.runs.damage import why_no_checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import OPTIONS, SMALL, bits, data_files, random_tensor
 
@@ -355,3 +356,14 @@ def test_checksums_switched_off_at_load_are_not_looked_at(spoiled):
     checkpoint = Checkpoint.open(spoiled, dataclasses.replace(OPTIONS, checksums=False))
     assert bits(checkpoint.read_tensor("second")) == bits(TENSORS["second"])
     assert not verify(spoiled, options=dataclasses.replace(OPTIONS, checksums=False)).good
+
+
+@pytest.mark.parametrize("names", [["iter_0000002", "iter_0000010"], ["mine", "step_7"]])
+def test_for_a_directory_of_checkpoints_the_error_names_one(tmp_path: Path, names: list[str]) -> None:
+    assert "holds no datastates checkpoint" in why_no_checkpoint(tmp_path)
+    for name in names:
+        (tmp_path / name).mkdir()
+    if names[0] == "mine":
+        assert "holds no datastates checkpoint" in why_no_checkpoint(tmp_path)
+    (tmp_path / names[1] / MANIFEST_NAME).touch()
+    assert why_no_checkpoint(tmp_path).endswith(f"choose one, as {tmp_path / names[1]}")

@@ -385,7 +385,8 @@ def test_with_a_number_of_parameters_the_model_in_the_arguments_has_no_effect() 
 def test_a_model_without_a_formula_can_be_estimated_from_its_parameters(words: list[str]) -> None:
     code, _, err = run("plan", "--", *GPT_2, *words)
     assert code == 2 and err.endswith(
-        "; give --params 671B and the parallel sizes for an estimate that spreads parameters evenly\n"
+        "; give --params N, such as 671B, and the parallel sizes for an estimate that spreads parameters "
+        "evenly\n"
     )
 
 

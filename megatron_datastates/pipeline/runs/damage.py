@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError, some_of
-from megatron_datastates.files import names_in
+from megatron_datastates.files import is_object, names_in
 from megatron_datastates.format.directory import TORCH_DIST_INDEX, iteration_in_name
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
@@ -24,6 +24,7 @@ from megatron_datastates.format.tables import Words
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own_file_name
 
 _MOST_NAMED = 4  # of what is corrupt, in one message
+_MOST_LOOKED_AT = 1000  # directories below one that is no checkpoint
 
 
 class OpenFiles(Protocol):
@@ -151,6 +152,11 @@ def why_no_checkpoint(path: Path) -> str:
             f"{path} is the directory of a run, and each iteration in it is a checkpoint: choose one, as "
             f"{path / max(iterations)[1]}"
         )
+    below = [] if is_object(path) else sorted(names)[:_MOST_LOOKED_AT]
+    for name in below:  # directories that a program has named, with `ds.save`
+        with contextlib.suppress(OSError):  # it may be another user's
+            if (path / name / MANIFEST_NAME).is_file():
+                return f"{path} is no checkpoint, but has some in it: choose one, as {path / name}"
     return f"{path} holds no datastates checkpoint: there is no {MANIFEST_NAME} in it"
 
 

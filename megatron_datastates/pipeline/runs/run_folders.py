@@ -114,8 +114,7 @@ def why_no_run(directory: Path) -> str:
     """Says, for commands that need a run, what a directory without iterations is, or has, instead."""
     with contextlib.suppress(OSError):
         if _is_checkpoint(directory, names_in(directory)):
-            advice = "give that, or use `datastates show`"
-            return f"{directory} is a checkpoint, not the directory of a run: {advice}"
+            return f"{directory} is a checkpoint, not the directory of a run: give {directory.parent}"
     return f"{directory} is not the directory of a run: it has no directory iter_*{what_is_below(directory)}"
 
 
