@@ -11,8 +11,9 @@ NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 .PHONY: help env demo test test-ranks test-long test-faults test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
 .DEFAULT_GOAL := help
 
-help: ## list these targets
+help: ## list these targets and variables
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 32
+	@sed -n '2,4s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 env: ## create or update .venv: minutes the first time, then seconds
 	@tools/env/bootstrap.sh
