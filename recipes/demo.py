@@ -253,7 +253,7 @@ def run_demo(demo: Demo) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="examples: make demo; make demo ARGS='--keep runs/demo'; make demo ARGS='--ckpt-format torch_dist'",
+        epilog="examples: make demo; make demo ARGS='--keep runs/demo'",
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all files in this new folder")
     parser.add_argument(
