@@ -153,6 +153,8 @@ def test_the_command_keeps_what_the_rules_keep(root: Path) -> None:
         "1 of 3 checkpoints"
     )
     assert contents(open_source(place(root, 1))) == before
+    assert "none: it was not saved, or removed by prune" in output_of("show", place(root, 1))
+    assert "none: " not in output_of("show", place(root, 2))
     assert {number: contents(open_source(place(root, number))) for number in (2, 3)} == kept
     found = json.loads(output_of("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes", "--json"))
     assert found["dropped"] == [] and found["kept"][-1]["why"] == "it has no optimizer state"
