@@ -94,7 +94,7 @@ format: env ## rewrite the sources with ruff and clang-format
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-clean: ## remove build products and caches, but not .venv
+clean: ## remove build products and caches, but not .venv (`make env` builds again)
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -f megatron_datastates/engine/_native*.so
 	find benchmarks megatron_datastates recipes tests tools -name __pycache__ -prune -exec rm -rf {} +

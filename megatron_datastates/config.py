@@ -242,7 +242,8 @@ class Options:
         _count,
         "N",
         "when a load in the training loop meets a damaged checkpoint, verify up to N older ones and name the "
-        "newest undamaged one in the error. None is loaded by itself (default 0: do not look)",
+        "newest undamaged one in the error. Those of other formats, such as torch_dist, are not verified: "
+        "the error names one that is newer. None is loaded by itself (default 0: do not look)",
     )
     trust_objects: bool = _option(
         False,

@@ -71,8 +71,9 @@ def _load() -> Callable[[], Any]:
 def run(load: Callable[[], Callable[[], Any]]) -> None:
     """Calls what `load` returns. After an interrupt, prints one line and raises SystemExit with code 130.
 
-    An OSError that no command has expected, such as a full disk for the output, is one line and code 2. Where
-    nobody reads the output any more, nothing is printed, and the code is 141.
+    An OSError that no command has expected, such as a full disk for the output, is one line and code 2; so is
+    a native module that is not built. Where nobody reads the output any more, nothing is printed, and the
+    code is 141.
     """
     # Where SIGINT is ignored, as in the background of a shell's script, it stays so.
     interrupts = _Interrupts() if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
@@ -86,6 +87,8 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
         if interrupts is None or not interrupts.came:
             if isinstance(error, OSError):
                 _end_without_output(error)
+            if isinstance(error, ImportError):
+                _end_without_native_module(error)
             raise
         print("datastates: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -104,3 +107,11 @@ def _end_without_output(error: OSError) -> None:
     place = f"{error.filename}: " if error.filename is not None else "the output cannot be written: "
     print(f"datastates: {place}{error.strerror}", file=sys.stderr)
     sys.exit(2)
+
+
+def _end_without_native_module(error: ImportError) -> None:
+    from megatron_datastates.errors import NativeModuleError
+
+    if isinstance(error, NativeModuleError):
+        print(f"datastates: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -34,6 +34,7 @@ _TRAINING = (
     ("optimizer", "{}"),
     ("params_dtype", "weights in {}"),
 )
+_NO_STATES = "none: it was not saved, or removed by prune --drop-optimizer"
 
 
 def summary(path: Path, source: Source) -> list[tuple[str, str]]:
@@ -50,7 +51,7 @@ def summary(path: Path, source: Source) -> list[tuple[str, str]]:
         ("model", _described(_MODEL, arguments)),
         ("training", _described(_TRAINING, arguments)),
         ("weights", _weights(source, weights)),
-        ("optimizer", _states(source, states)),
+        ("optimizer", _states(source, states) or (_NO_STATES if arguments and weights else "")),
         ("others", _others(source)),
         ("on disk", size_text(look.bytes)),
     ]

@@ -61,6 +61,9 @@ _PLAIN = (
     f"it has no {METADATA_NAME}, as PyTorch writes none: its own loads need none, and Megatron's of "
     f"{TORCH_DIST} do not take it"
 )
+_DROPPED = (
+    "without its optimizer, which `datastates prune --drop-optimizer` removed: load it with --no-load-optim"
+)
 _DISTCP_NAMES = re.compile(rb"[\w.-]+\.distcp")
 
 
@@ -166,8 +169,10 @@ def _look_at_ours(look: Look) -> None:
         raise _FoundError(DAMAGED, f"missing or of another size: {some_of(wrong, _MOST_NAMED)}")
     metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
     is_megatrons = bool(manifest.parallel) or is_checkpoint_name(look.path.name)
+    notes = [_DROPPED] if manifest.is_without_optimizer else []
     if is_megatrons and not (look.path / METADATA_NAME).exists():
-        look.note = f"only {METADATA_NAME} is missing: it loads all the same"
+        notes.append(f"only {METADATA_NAME} is missing: it loads all the same")
+    look.note = "; ".join(notes) or None
 
 
 def _unpublished(path: Path) -> str:

@@ -33,7 +33,7 @@ from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.files import MANIFEST_BYTES, Status, open_regular, read_regular, status_of
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.index import Index
-from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.manifest import DROPPED, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publishing.documents import releases
 from megatron_datastates.pipeline.publishing.layouts import merge_layouts
@@ -156,7 +156,7 @@ class _OwnFiles(Rewriting):
             index=entry,
             files=[file.entry for file in files.values()],
             providers=[one for one in self._old.providers if self._is_of_any(one.name, keys)],
-            writer=releases(),
+            writer={**releases(), "optimizer": DROPPED},
         )
         directory = self._source.directory
         if self._folder != directory:

@@ -11,8 +11,9 @@ try:
     from megatron_datastates.engine import _native
 except ImportError as error:
     raise NativeModuleError(
-        f"the compiled part of megatron_datastates does not load ({error}). It is built by "
-        "`pip install .` for one Python and one platform: install again with the Python that runs this."
+        "the native module of megatron_datastates is not built, or not for this Python and platform: "
+        f"{error}. In a checkout, `make env` builds it; for an installation, `pip install .` does, with this "
+        "Python"
     ) from error
 
 close_in_forked_child = _native.close_in_forked_child

@@ -19,6 +19,7 @@ from megatron_datastates.format.features import check_readable
 from megatron_datastates.format.values import FORMAT_VERSION, MOST_GROUPS, SaveId, digest_in_index_name
 
 REPAIRED = "repaired"  # `writer["manifest"]` of a manifest that was not made by a save
+DROPPED = "dropped"  # `writer["optimizer"]` of one whose optimizer state was removed
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
 
@@ -116,6 +117,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def is_repaired(self) -> bool:
         """Whether `datastates repair` has made it, which does not know all that a save does."""
         return self.writer.get("manifest") == REPAIRED
+
+    @property
+    def is_without_optimizer(self) -> bool:
+        """Whether the optimizer's state was removed after the save."""
+        return self.writer.get("optimizer") == DROPPED
 
     @property
     def names(self) -> set[str]:

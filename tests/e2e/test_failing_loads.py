@@ -79,6 +79,20 @@ def test_no_more_checkpoints_are_verified_than_allowed(
     assert looked == ["0000003"], "one line, of one rank"
 
 
+def test_a_newer_one_of_torch_dist_which_is_not_verified_is_named(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    flip_bit(checkpoints, 4)
+    shutil.rmtree(checkpoints.at(3))
+    checkpoints.at(3).mkdir()
+    (checkpoints.at(3) / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (checkpoints.at(3) / ".metadata").touch()
+    error = error_of(pretraining.fail(*load(checkpoints, LOOK, "1")))
+    assert "iter_0000002 verifies: resume with --ckpt-step 2. Only datastates checkpoints were" in error
+    assert "iter_0000003, of another format, may lose less training" in error
+    assert error.endswith("then resume with --ckpt-step 3.")
+
+
 def test_error_names_the_option_that_looks_for_an_older_checkpoint(
     checkpoints: Checkpoints, pretraining: Pretraining
 ) -> None:

@@ -31,6 +31,10 @@ def test_megatron_loads_weights_without_their_optimizer(
     assert old.ranks[0].begun_at == 2
     assert models(old, None) == models(saved, "step 2")
     assert pretraining.run(*COMMON, *loading).resumed_from(saved) == 4
+    refused = pretraining.fail(*COMMON, *loading, "--ckpt-step", "2")
+    if format == "datastates":  # else Megatron's own error names the first key that lacks
+        assert "the checkpoint has no optimizer state: " in refused.log, refused.log[-3000:]
+    assert "of another parallel layout" not in refused.log
 
 
 def models(ending: Ending, moment: str | None) -> list[dict[str, str]]:

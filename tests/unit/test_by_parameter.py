@@ -22,6 +22,7 @@ from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.providers.objects import deserialize
+from tests.unit.converting import convert_to
 from tests.unit.states import State, new_saver, save
 from tests.unit.test_optimizer_state import BUCKET, bucket, map_of, parameter, shard
 
@@ -115,6 +116,18 @@ def test_without_a_map_or_a_common_state_it_is_refused(tmp_path: Path) -> None:
         ByParameterSource(open_source(columns(tmp_path / "no common", None)))
     with pytest.raises(OptionError, match="has no optimizer map, which --optimizer fully-reshardable needs"):
         ByParameterSource(open_source(tmp_path / "plain"))
+
+
+def test_a_map_beside_a_checkpoint_of_torch_dist_is_not_denied_and_the_way_back_is_named(
+    tmp_path: Path,
+) -> None:
+    theirs = convert_to(columns(tmp_path / "iter_0000001"), tmp_path / "theirs", format="torch_dist")
+    with pytest.raises(
+        OptionError, match="convert it to datastates, which keeps its optimizer map, and then"
+    ):
+        ByParameterSource(theirs)
+    back = convert_to(tmp_path / "theirs", tmp_path / "back", format="datastates")
+    assert torch.equal(ByParameterSource(back).read_tensor(KEY), WHOLE), "as the message says"
 
 
 # -- classes that are not installed -------------------------------------------------------------------------

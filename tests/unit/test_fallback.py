@@ -40,6 +40,20 @@ def test_the_newest_that_is_older_and_whole_is_found(tmp_path):
     assert look(tmp_path, 4, 9) == FallbackSearch(2, True, [3])
 
 
+@pytest.mark.parametrize(("whole", "expected"), [(True, FallbackSearch(2, True, [4], 5)), (False, 3)])
+def test_a_newer_one_of_another_format_is_not_verified_and_is_named(tmp_path, whole, expected):
+    make(tmp_path, 2, 4, 6)
+    damage(tmp_path, 4)
+    for iteration in (1, 3, 5, 7):
+        path = tmp_path / f"iter_{iteration:07d}"
+        path.mkdir()
+        if whole or iteration != 5:
+            (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+            (path / ".metadata").touch()
+    found = look(tmp_path, 6, 9)
+    assert found == expected if whole else found.other == expected
+
+
 def test_no_more_are_looked_at_than_asked_for(tmp_path):
     make(tmp_path, 1, 2, 3, 4)
     damage(tmp_path, 2)

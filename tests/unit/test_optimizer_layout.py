@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.optimizer_map import OptimizerMap
-from megatron_datastates.mcore.load import optimizer_layout, optimizer_places
+from megatron_datastates.mcore.load import optimizer_elsewhere, optimizer_layout, optimizer_places
 from megatron_datastates.mcore.load.optimizer_request import _ATTRIBUTE, CARRIER, OwnBuckets
 from tests.unit.states import new_saver, save
 
@@ -312,6 +312,37 @@ def test_without_maps_buckets_of_another_size_are_refused(tmp_path: Path) -> Non
     said = refusal(save_halves(tmp_path / "c", maps=[]), request(whole(), [(8, 32)])[0])
     assert "has 20 elements, and 40 in this run. The checkpoint has no optimizer map" in said
     assert "Resume with the layout that saved it" in said
+
+
+def test_a_checkpoint_without_optimizer_state_is_not_called_one_of_another_layout(tmp_path: Path) -> None:
+    """As after `datastates prune --drop-optimizer`, in the layout that saved it."""
+    saver = new_saver()
+    save(saver, tmp_path / "c", {"decoder.w": torch.ones(2)}, {COMMON_STATE_KEY: [{"iteration": 3}]})
+    saver.close()
+    asked, _ = request(half(0)[1], [(0, 12), (14, 19)])
+    said = refusal(tmp_path / "c", asked)
+    assert "has no optimizer state: it was saved without (--no-save-optim), or `datastates prune" in said
+    assert "layout" not in said and "--no-load-optim" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("decoder.w", "c: the checkpoint has no optimizer state: "),
+        (f"{GROUP}1.{BUCKET}.exp_avg", "'optimizer.distributed.dp_group_idx_0.*' is not there"),
+        ("optimizer.state.exp_avg.w", "Megatron's own"),
+    ],
+)
+def test_a_failed_load_from_torch_dist_says_which_optimizer_state_lacks(
+    key: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer_elsewhere, "_shapes", lambda directory: {key: (20,)})
+    asked, _ = request(half(0)[1], [(0, 12), (14, 19)])
+    with (
+        pytest.raises(CheckpointingException, match=expected),
+        optimizer_elsewhere.explaining({"checkpoint_dir": "c", "sharded_state_dict": asked}),
+    ):
+        raise CheckpointingException("Megatron's own")
 
 
 def test_values_that_the_checkpoint_does_not_have_are_refused(tmp_path: Path) -> None:

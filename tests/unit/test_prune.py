@@ -92,11 +92,21 @@ def test_the_newest_complete_one_stays_whatever_is_newer(root):
     for number in (400, 500):
         (place(root, number) / MANIFEST_NAME).unlink()
     assert removed(root, keep_every=1000) == [100, 200]
-    assert reasons(root, keep_every=1000) == {
-        300: "the newest complete one",
-        400: "incomplete: its save may be under way",
-        500: "the tracker names it",
-    }
+    found = reasons(root, keep_every=1000)
+    assert found.pop(400).endswith("If no job runs, see datastates repair")
+    assert found == {300: "the newest complete one", 500: "the tracker names it"}
+
+
+@pytest.mark.parametrize("age_given", [0.0, 3600.0])
+def test_what_a_kill_left_of_the_newest_save_stays_and_the_reason_says_what_to_do(root, age_given):
+    """Its files are hours old: those of a save that waits for a fence may be, too."""
+    lose(root, 500)
+    (root / TRACKER_NAME).write_text("400")
+    found = reasons(root, keep_last=4, min_age_seconds=age_given)
+    assert "may be under way, as the tracker names none that is newer and complete" in found[500]
+    assert found[500].endswith(
+        "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
+    )
 
 
 def test_remains_of_a_save_go_once_a_newer_checkpoint_is_complete_and_tracked(root):

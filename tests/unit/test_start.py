@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,28 @@ def imported_by(heavy: str, *lines: str) -> tuple[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     text, _, found = done.stdout.rpartition("imported ")
     return text, found.strip()
+
+
+def test_without_the_native_module_commands_end_with_one_line_that_says_how_to_build_it(tmp_path):
+    """Exit code 1 would say that the checkpoint is damaged."""
+    one = tmp_path / "iter_0000001"
+    shutil.copytree(GOLDEN, one)
+    lines = [
+        *(f"ls {tmp_path}", f"verify {one}", f"repair {one}", f"trend {tmp_path}"),
+        *(f"prune {tmp_path} --keep-last 1", f"show {one}", f"cat {one} x", f"diff {one} {one}"),
+        *(f"convert {one} {tmp_path / 'out'}", f"export {one} {tmp_path / 'out.safetensors'}"),
+    ]
+    program = f"import sys; sys.modules['megatron_datastates.engine._native'] = None\n{PROGRAM}"
+    command = [sys.executable, "-c", program, "", *lines]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:-1] == ["exit 2"] * len(lines)
+    printed = done.stderr.splitlines()
+    assert len(printed) == len(lines)
+    for line in printed:
+        assert line.startswith(
+            "datastates: the native module of megatron_datastates is not built, or not for"
+        )
+        assert "`make env`" in line and "`pip install .`" in line
 
 
 def test_help_usage_errors_and_the_version_import_neither_torch_nor_numpy():

@@ -138,6 +138,10 @@ def test_shared_files_stay_shared(both: Path, tmp_path: Path) -> None:
     assert open_source(paths[0]).read_tensor("frozen.weight").equal(FROZEN)
 
 
+def root_format(root: Path) -> str:
+    return open_source(place(root, 3)).format
+
+
 def test_the_command_keeps_what_the_rules_keep(root: Path) -> None:
     (root / TRACKER).write_text("2")
     kept = {number: contents(open_source(place(root, number))) for number in (2, 3)}
@@ -153,6 +157,10 @@ def test_the_command_keeps_what_the_rules_keep(root: Path) -> None:
         "1 of 3 checkpoints"
     )
     assert contents(open_source(place(root, 1))) == before
+    assert "none: it was not saved, or removed by prune" in output_of("show", place(root, 1))
+    assert "none: " not in output_of("show", place(root, 2))
+    said = f"{place(root, 1).name}: without its optimizer" in output_of("ls", root)
+    assert said == (root_format(root) == "datastates")
     assert {number: contents(open_source(place(root, number))) for number in (2, 3)} == kept
     found = json.loads(output_of("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes", "--json"))
     assert found["dropped"] == [] and found["kept"][-1]["why"] == "it has no optimizer state"

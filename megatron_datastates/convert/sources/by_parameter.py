@@ -21,8 +21,8 @@ from megatron_datastates.convert.foreign_classes import changed_object
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.errors import FormatError, OptionError
-from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
-from megatron_datastates.format.values import element_bytes
+from megatron_datastates.format.directory import BACKEND, COMMON_FILE, COMMON_STATE_KEY
+from megatron_datastates.format.values import element_bytes, is_optimizer_map
 from megatron_datastates.pipeline.loading.optimizer import BucketStates
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps, reshardable_common_state
 from megatron_datastates.plan.boxes import contiguous_strides
@@ -36,9 +36,15 @@ class ByParameterSource(Source):
     format = DataStatesSource.format
 
     def __init__(self, stored: Source) -> None:
-        """Raises OptionError: there is no optimizer map, or no common state."""
+        """Raises OptionError: there is no optimizer map (or not in our format), or no common state."""
         super().__init__(stored.directory)
         states = BucketStates(stored.checkpoint) if isinstance(stored, DataStatesSource) else None
+        if states is None and any(map(is_optimizer_map, stored.objects)):
+            raise OptionError(
+                f"{stored.directory} is a checkpoint of {stored.format}, and --optimizer fully-reshardable "
+                f"reads those of {BACKEND}: convert it to {BACKEND}, which keeps its optimizer map, and then "
+                "that with --optimizer fully-reshardable"
+            )
         if not isinstance(stored, DataStatesSource) or not states:
             raise OptionError(
                 f"{stored.directory} has no optimizer map, which --optimizer fully-reshardable needs: "

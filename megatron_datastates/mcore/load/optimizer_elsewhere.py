@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_datastates.mcore.errors import load_errors
 from megatron_datastates.mcore.load.optimizer_layout import (
+    NO_STATE,
     announce,
     asks_for_buckets,
     bucket_mismatch,
+    is_of_optimizer,
     restated_from,
 )
 from megatron_datastates.mcore.load.optimizer_names import StateNames
@@ -58,8 +60,10 @@ def explaining(arguments: dict[str, Any]) -> Iterator[None]:
         problem = None
         if asks_for_buckets(request):
             shapes = _shapes(directory)
-            stored = any(_BUCKET in key for key in shapes)  # else there is no such state at all
-            problem = bucket_mismatch(request, shapes) if stored else None
+            if any(_BUCKET in key for key in shapes):
+                problem = bucket_mismatch(request, shapes)
+            elif not any(map(is_of_optimizer, shapes)):
+                problem = NO_STATE
         if problem is None:
             raise
         raise CheckpointingException(f"{directory}: {problem}") from error

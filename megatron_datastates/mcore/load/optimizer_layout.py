@@ -69,6 +69,10 @@ _ANNOUNCEMENT = (
     "reads its own part"
 )
 _OFFLOADED = ", or this one is offloaded to the CPU, and Megatron would not restore its step"
+NO_STATE = (
+    "the checkpoint has no optimizer state: it was saved without (--no-save-optim), or `datastates prune "
+    "--drop-optimizer` removed it. Load it without the optimizer (--no-load-optim)"
+)
 _SCALER = "grad_scaler"
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
 
@@ -125,7 +129,7 @@ def differs(request: dict[str, Any], checkpoint: Checkpoint) -> bool:
     """Returns whether a rank's request for optimizer state does not fit how the checkpoint stores it.
 
     Raises:
-        MismatchError: it does not fit, and the checkpoint has no optimizer maps.
+        MismatchError: it does not fit, and the checkpoint has no optimizer maps, or no optimizer state.
         FormatError, StorageError, CorruptDataError: a map cannot be used.
     """
     found = list(_bucket_states(request))
@@ -223,7 +227,7 @@ def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuck
     keys = [item.key for _, _, item in bucket_tensors(state) if item.key in checkpoint.index.tensors]
     problem = bucket_mismatch(state, {key: checkpoint.index.describe(key)[1] for key in keys})
     if problem is not None and not _has_states(checkpoint):
-        raise MismatchError(problem)
+        raise MismatchError(problem if any(map(is_of_optimizer, checkpoint.index.tensors)) else NO_STATE)
     return problem is not None
 
 
@@ -240,6 +244,11 @@ def bucket_mismatch(nested: Any, shapes: Mapping[str, tuple[int, ...]]) -> str |
 
 def _has_states(checkpoint: Checkpoint) -> bool:
     return any(f"{PREFIX}." in key for key in checkpoint.index.tensors)
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Returns whether the tensor of this key is optimizer state, in buckets or by parameter."""
+    return key.startswith("optimizer.") or ".optimizer." in key
 
 
 def _without_map(key: str, what: str) -> str:

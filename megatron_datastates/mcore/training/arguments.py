@@ -23,6 +23,7 @@ from megatron_datastates.config import Options, OptionSpec
 from megatron_datastates.errors import DataStatesError, OptionError, StorageError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
+from megatron_datastates.pipeline.near.places import near_root
 from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
 
 logger = logging.getLogger(__name__)
@@ -255,8 +256,11 @@ def check_near_options(args: Any, options: Options) -> None:
     """Checks options of a near tier in a run that saves, and may have none.
 
     Raises:
-        OptionError: one is an argument. In the environment, which many jobs may share, it is a warning.
+        OptionError: the near tier and --save overlap; or there is none, and another option is an argument. In
+            the environment, which many jobs may share, the latter is a warning.
     """
+    if options.near and not is_object(args.save):
+        _require_apart(args.save, options.near)
     given = {
         "near_replicas": options.near_replicas > 0,
         "drain_every": options.drain_every != 1,
@@ -268,6 +272,20 @@ def check_near_options(args: Any, options: Options) -> None:
             raise OptionError(f"{flag} needs --datastates-near DIR")
         if getattr(args, "rank", 0) == 0:
             logger.warning("%s needs --datastates-near DIR: it is ignored", flag)
+
+
+def _require_apart(save: str, option: str) -> None:
+    """Raises OptionError if --save and the near tier are one directory, or one is inside the other."""
+    try:
+        near = Path(os.path.realpath(near_root(option)))
+    except OptionError:
+        return  # it is none on this node: the first load or save says so, on all ranks
+    run = Path(os.path.realpath(save))
+    if near.is_relative_to(run) or run.is_relative_to(near):
+        raise OptionError(
+            f"--datastates-near {near} and --save {run} overlap: expected two directories, neither of them "
+            "in the other, as each checkpoint would be written twice to one file system"
+        )
 
 
 def warn_of_report_file(args: Any, options: Options) -> None:

@@ -319,14 +319,29 @@ def _advice(load: state.Load) -> str:
             "before it; --ckpt-step loads that one."
         )
     found = find_older_checkpoint(directory, root, most, collectives, options)
+    other = _other_format(root, found.other)
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
-        return f"No older checkpoint in {root} verifies ({looked})."
+        return f"No older checkpoint in {root} verifies ({looked}).{other}"
     first = ""
     if getattr(args, "non_persistent_ckpt_type", None) is not None:
         first = ", without --non-persistent-ckpt-type, which would load a newer one"
     how = "verifies" if found.has_checksums else "is complete, but its data has no checksums to verify"
-    return f"{iteration_name(found.iteration)} {how}: resume with --ckpt-step {found.iteration}{first}."
+    return (
+        f"{iteration_name(found.iteration)} {how}: resume with --ckpt-step {found.iteration}{first}.{other}"
+    )
+
+
+def _other_format(root: Path, iteration: int | None) -> str:
+    """Returns which checkpoint of another format was not verified, if there is one."""
+    if iteration is None:
+        return ""
+    path = root / iteration_name(iteration)
+    return (
+        f" Only datastates checkpoints were verified: {path.name}, of another format, may lose less "
+        f"training. `datastates verify {path}` checks it if it is of torch_dist; then resume with "
+        f"--ckpt-step {iteration}."
+    )
 
 
 def _non_persistent(args: Any) -> Path | None:

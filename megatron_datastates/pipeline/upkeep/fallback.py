@@ -6,6 +6,7 @@ are done, at polls: no collective call waits for a disk, so no watchdog ends ran
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -14,11 +15,11 @@ from pathlib import Path
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
-from megatron_datastates.format.directory import iteration_in_name, iteration_name
+from megatron_datastates.format.directory import BACKEND, iteration_in_name, iteration_name
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
-from megatron_datastates.pipeline.runs.runs import find_published
+from megatron_datastates.pipeline.runs.runs import find_iterations, find_published
 from megatron_datastates.pipeline.upkeep.verify import Verdict, verify
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,15 @@ class FallbackSearch:
     iteration: int | None = None  # the newest undamaged one
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
     damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged
+    other: int | None = None  # the newest that is newer than that, and of another format: it was not verified
 
 
 def find_older_checkpoint(
     damaged: Path, root: Path, most: int, collectives: Collectives, options: Options
 ) -> FallbackSearch:
     """Verifies up to `most` published checkpoints under `root` that are older than `damaged`, newest first.
+
+    Those of other formats are not verified: ranks share the work by data files of ours.
 
     Collective: all ranks call it, and all find the same, among what rank 0 sees.
     """
@@ -53,7 +57,19 @@ def find_older_checkpoint(
             found.iteration, found.has_checksums = iteration, not unchecked
             break
         found.damaged.append(iteration)
+    other = _other_format(damaged, root, found.iteration or 0) if collectives.rank == 0 else _NONE
+    other = collectives.share_from_first(other)
+    found.other = None if other == _NONE else other
     return found
+
+
+def _other_format(damaged: Path, root: Path, after: int) -> int:
+    """Returns the newest complete iteration of another format between two; _NONE if there is none."""
+    number = iteration_in_name(damaged.name) or 0
+    with contextlib.suppress(OSError):  # _older has said so
+        others = [one for one in find_iterations(root) if one.complete and one.format != BACKEND]
+        return max((one.number for one in others if after < one.number < number), default=_NONE)
+    return _NONE
 
 
 def _older(damaged: Path, root: Path, most: int) -> list[int]:

@@ -4,7 +4,9 @@ Always kept: the newest complete checkpoint; the one that the tracker names; dir
 the caller does not describe (OtherFormat), damaged ones, links, and what a link points to; and every
 directory that a save may be writing to. Those are directories with files of ours that no manifest names and
 that are younger than MIN_AGE_SECONDS, empty ones that are younger, and directories without a manifest of any
-age, unless both the tracker and a complete checkpoint are newer: then a crash left them. Even of these, one
+age, unless both the tracker and a complete checkpoint are newer: then a crash left them. (Files that are old
+show no crash: a save that has written all of them waits for a fence and for polls, and training may stand
+still for hours between these, as in an evaluation.) Even of these, one
 with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
 which `repair` rebuilds.
 
@@ -40,6 +42,9 @@ from megatron_datastates.pipeline.upkeep.left_overs import (
 )
 
 _UNREADABLE = "it cannot be read: "
+_UNDER_WAY = "incomplete: its save may be under way, as the tracker names none that is newer and complete. "
+_DEAD = "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
+_REPAIRABLE = "If no job runs, see datastates repair"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +274,9 @@ def _reason(
     if not one.complete:
         is_left_over = undamaged and tracked is not None and one.number < min(undamaged[-1], tracked)
         if not is_left_over:
-            return "incomplete: its save may be under way"
+            return (
+                f"{_UNDER_WAY}{_REPAIRABLE if one.format == BACKEND and _may_be_whole(one.path) else _DEAD}"
+            )
         if one.format in others:
             index = others[one.format].index_name
             return f"only metadata.json is missing, beside {index}" if (one.path / index).exists() else None
