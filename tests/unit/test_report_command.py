@@ -223,9 +223,19 @@ def test_a_disk_that_is_slower_than_the_interval_is_found(advised: Callable[...,
     slow = {"min": 3e3, "median": 7e3, "max": 8e3, "slowest_rank": 1}
     found = advised(ranks_ms={"durable": slow}, saves_before=1)
     advice = found["The disk needs most of the interval between saves"]
-    assert "6 of 6 saves began" in advice.text and "durable after 8.0 s" in advice.text
+    assert "6 of 6 saves began" in advice.text and "syncing one takes 8.0 s" in advice.text
     saves = read_reports([RUN]).saves
     assert f"every {-(-8 / 0.8 // (iteration_seconds(saves) or 0)):.0f} iterations" in advice.text
+
+
+@pytest.mark.parametrize(("confirmed", "takes"), [(930.0, ""), (100.0, "takes 890 ms")])
+def test_the_wait_for_the_next_optimizer_step_is_not_the_disks(
+    confirmed: float, takes: str, written: Callable[..., Path]
+) -> None:
+    """Of saves each second: all are durable after 0.95 s, the footer could be written earlier or not."""
+    times = {"writing_ms": 40.0, "durable_ms": 950.0, "ranks_ms": {}}
+    text = advice_on(written(many(5, **times, confirmed_ms=confirmed, saves_before=1)), "The disk needs")
+    assert takes in text and bool(text) == bool(takes)
 
 
 def test_a_rank_that_is_far_slower_is_named(advised: Callable[..., dict[str, Advice]]) -> None:
