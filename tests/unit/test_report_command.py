@@ -386,6 +386,13 @@ def many(count: int, **fields: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("option", ["--png", "--html"])
+def test_a_misspelt_directory_is_not_made(option: str, tmp_path: Path) -> None:
+    code, out, err = run("report", RUN, option, tmp_path / "typo" / "x")
+    assert (code, out) == (2, "") and f"there is no directory {tmp_path / 'typo'}" in err
+    assert not (tmp_path / "typo").exists()
+
+
 def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(
     written: Callable[..., Path], tmp_path: Path
 ) -> None:
