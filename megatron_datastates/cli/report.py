@@ -91,7 +91,7 @@ def _print(found: Reports, advice: list[Advice]) -> None:
     if len(shown) < len(found.saves):
         say(f"the last {len(shown)} of {len(found.saves)} saves:")
     table.print()
-    say(f"({LEGEND})")
+    say(f"({LEGEND}; a page, --html FILE, has all columns, such as durable)")
     if len(found.loads) > _MOST_LOADS:
         say(f"the last {_MOST_LOADS} of {len(found.loads)} loads:")
     for load in found.loads[-_MOST_LOADS:]:

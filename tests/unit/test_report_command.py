@@ -336,6 +336,15 @@ def test_no_encoding_is_advised_only_where_something_is_encoded(
     assert ("--datastates-compress 0" in advice_on(path, "Serialized objects")) == bool(encoded)
 
 
+def test_the_legend_explains_all_columns_of_times_and_where_the_others_are(tmp_path: Path) -> None:
+    out = run("report", RUN, "--html", tmp_path / "page.html")[1]
+    head, legend = out.splitlines()[0], next(line for line in out.splitlines() if line.startswith("(held"))
+    columns = [name for name in head.split() if name in ("held", "fence", "copied", "written", "published")]
+    assert len(columns) == 5 and all(name in legend for name in columns)
+    assert "durable" not in head and "--html FILE, has all columns, such as durable" in legend
+    assert "durable: " in (tmp_path / "page.html").read_text()
+
+
 def test_only_the_last_loads_are_printed(written: Callable[..., Path]) -> None:
     load = next(json.loads(line) for line in LINES if '"event": "load"' in line)
     loads = [load | {"iteration": number} for number in range(100, 108)]
