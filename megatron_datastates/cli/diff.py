@@ -61,14 +61,15 @@ def diff(
 
     Lists the tensors that B lacks (removed), that A lacks (added), and that differ, and by how much.
 
-    Columns, with a and b for elements of A and B that are both finite: "distance" is |a - b| / |a| with all
-    elements as one vector; "absolute" is the largest |a - b| of an element; "relative" is the largest
-    |a - b| / max(|a|, |b|). NaN equals NaN. All are computed in float64, where they may overflow to inf or
-    nan (null in JSON). Of a dtype that torch cannot convert to float64, elements whose bytes differ are
-    counted, and the rest is nan. A tensor that only one checkpoint has, or that has another shape in it,
-    counts as different in all its layers. Optimizer state that is stored in buckets is compared by
-    parameter, as the optimizer map describes it. Objects, such as states of random generators, and streams
-    are not compared: "equal" says nothing of them.
+    Columns: "elements" is the number of elements that differ, and "not finite" how many of these are NaN
+    or infinite in A or B. With a and b for elements of A and B that are both finite, "distance" is |a -
+    b| / |a| with all elements as one vector; "absolute" is the largest |a - b| of an element; "relative"
+    is the largest |a - b| / max(|a|, |b|). NaN equals NaN. All are computed in float64, where they may
+    overflow to inf or nan (null in JSON). Of a dtype that torch cannot convert to float64, elements whose
+    bytes differ are counted, and the rest is nan. A tensor that only one checkpoint has, or that has
+    another shape in it, counts as different in all its layers. Optimizer state that is stored in buckets
+    is compared by parameter, as the optimizer map describes it. Objects, such as states of random
+    generators, and streams are not compared: "equal" says nothing of them.
 
     Exit codes: 0 equal; 1 different, or one is damaged; 2 they cannot be compared, or 130 interrupted
     (nothing was written).

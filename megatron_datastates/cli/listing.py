@@ -20,7 +20,7 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, NotACheckpointError, some_of
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, some_of
 from megatron_datastates.pipeline.near.places import Holding, near_iterations, near_root, near_run
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
     resumes loads it. With --near, what the near tier of this node has of the run follows.
 
-    Exit codes: 0 listed; 2 nothing to list.
+    Exit codes: 0 listed; 2 nothing to list, or no directory of that name.
 
     \b
     Example: datastates ls runs/gpt
@@ -62,6 +62,11 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     try:
         near = near_root(near_text) if near_text else None  # an empty variable of a script names none
         require_directory(root)
+        if near and not near.is_dir():
+            raise OptionError(
+                f"--near {near}: there is no such directory on this node: expected the directory of its near "
+                "tier, as --datastates-near names it; a node that has saved nothing yet may have none"
+            )
         runs = look_at_run(root)
         looks = runs or ([] if is_published(root) else look_at_others(root))
     except (DataStatesError, OSError) as error:
@@ -111,7 +116,7 @@ def _near_files(look: Look, root: Path, near: Path | None) -> dict[str, Any]:
 
 
 def _print_near(near: Path, held: Mapping[int, Holding], looks: list[Look]) -> None:
-    say(f"In the near tier {near} of this node:" if held else f"The near tier {near} has none")
+    say(f"In the near tier {near} of this node:" if held else f"The near tier {near} has nothing of this run")
     complete = {look.iteration for look in looks if look.state == "complete"}
     for iteration, holding in held.items():
         where = "" if iteration in complete else "; not in the directory of the run yet"

@@ -27,7 +27,6 @@ from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import DataStatesError, OptionError, some_of
 from megatron_datastates.sizing.arguments import Arguments, flags_in, read_arguments
 from megatron_datastates.sizing.planning import (
-    HELD_WITH_TWO_RANKS_MS,
     POOL_SHARE,
     Grid,
     Plan,
@@ -263,8 +262,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
         (
             "trainer held",
             f"about {made.held_ms:.0f} ms by an asynchronous save of "
-            f"{counted(made.largest_rank_tensors, 'tensor')} on a rank, as measured with one rank "
-            f"({HELD_WITH_TWO_RANKS_MS} ms with two on 2 cores); by the first one longer",
+            f"{counted(made.largest_rank_tensors, 'tensor')} on a rank; by the first one longer",
         ),
         (
             "staging memory",

@@ -49,7 +49,8 @@ def report(
     saves count, and of each save the line of the lowest rank, which has times of all ranks.
 
     --out, --html and --png also draw every save against the clock, the iterations and the ranks. The page is
-    one file that needs no network. The picture needs matplotlib. Existing files are replaced.
+    one file that needs no network. The picture needs matplotlib. Existing files are replaced. --out makes its
+    directory; those of --html and --png must exist.
 
     Exit codes: 0 shown; 2 it cannot be done.
 
@@ -65,6 +66,9 @@ def report(
     try:
         if last is not None and last < 1:
             raise OptionError(f"--last {last}: expected at least 1")
+        for option, target in (("--html", page), ("--png", picture)):
+            if target is not None and not target.parent.is_dir():
+                raise OptionError(f"{option} {target}: there is no directory {target.parent}")
         found = read_reports(files)
         left_out = len(found.saves) - last if last is not None else 0
         if left_out > 0:
@@ -87,7 +91,7 @@ def _print(found: Reports, advice: list[Advice]) -> None:
     if len(shown) < len(found.saves):
         say(f"the last {len(shown)} of {len(found.saves)} saves:")
     table.print()
-    say(f"({LEGEND})")
+    say(f"({LEGEND}; a page, --html FILE, has all columns, such as durable)")
     if len(found.loads) > _MOST_LOADS:
         say(f"the last {_MOST_LOADS} of {len(found.loads)} loads:")
     for load in found.loads[-_MOST_LOADS:]:
@@ -128,8 +132,8 @@ def _write(
         missing = str(error)
         note(missing)
     written = []
-    for target in filter(None, (wanted, page)):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     if wanted is not None and figure is not None:
         write_png(figure, wanted)
         written.append(wanted)

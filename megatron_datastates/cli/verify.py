@@ -38,6 +38,8 @@ from megatron_datastates.errors import (
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.upkeep.verify import Verdict
 
+_NOT_READ = ", tensors and objects not read (--quick)"
+
 
 @app.command()
 @argument(
@@ -50,7 +52,12 @@ if TYPE_CHECKING:
     "checkpoint that its tracker names.",
 )
 @click.option("--all", "every", is_flag=True, help="The directories are runs: check all their checkpoints.")
-@click.option("--quick", is_flag=True, help="Check the structure only; read no tensors and no objects.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Check the structure only: files, sizes, index and footers. Read no tensors and no objects, so that "
+    "damage within them is not found.",
+)
 @iteration_option
 @json_option
 def verify(
@@ -88,7 +95,7 @@ def verify(
         if as_json:
             print(json.dumps(_plain(verdict)))
         else:
-            _print_verdict(path, verdict)
+            _print_verdict(path, verdict, quick)
     else:
         verdicts = _check_all(paths, quick, as_json)
     raise click.exceptions.Exit(_code(verdicts))
@@ -139,7 +146,7 @@ def _check_all(
         elif isinstance(verdict, Exception):
             note(f"{path}: cannot be checked: {describe_error(verdict)}")
         else:
-            _print_verdict(path, verdict)
+            _print_verdict(path, verdict, quick)
     if as_json:
         print(json.dumps(rows))
         return verdicts
@@ -147,7 +154,8 @@ def _check_all(
     faulty = sum(_plain(verdict)["good"] is False for verdict in verdicts)
     failed = len(verdicts) - good - faulty
     unchecked = f", {failed} could not be checked" if failed else ""
-    say(f"{counted(len(paths), 'checkpoint')}: {good} good, {faulty} faulty{unchecked}")
+    unread = _NOT_READ if quick else ""
+    say(f"{counted(len(paths), 'checkpoint')}: {good} good, {faulty} faulty{unchecked}{unread}")
     return verdicts
 
 
@@ -199,7 +207,7 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
         return error
 
 
-def _print_verdict(directory: Path, verdict: Verdict) -> None:
+def _print_verdict(directory: Path, verdict: Verdict, quick: bool) -> None:
     for fault in verdict.faults:
         say(f"fault: {fault}")
     for text in verdict.unread:
@@ -211,9 +219,12 @@ def _print_verdict(directory: Path, verdict: Verdict) -> None:
     uncovered = f"; {verdict.uncovered}" if verdict.uncovered else ""
     streams = f" and {counted(verdict.streams, 'stream')}" if verdict.streams else ""
     state = "good" if verdict.good else "FAULTY" if verdict.faults else "NOT CHECKED COMPLETELY"
+    if quick and verdict.good:
+        state = "structure good"
+    checked = _NOT_READ if quick else f", {size_text(verdict.bytes_checked)} checked"
     say(
         f"{directory}: {state}: {counted(verdict.tensors, 'tensor')} and "
-        f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}, "
-        f"{size_text(verdict.bytes_checked)} checked{unchecked}{uncovered}",
+        f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}"
+        f"{checked}{unchecked}{uncovered}",
         4,
     )

@@ -190,6 +190,9 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "staging_ms": milliseconds(times["staging"]),
         "serializing_ms": milliseconds(times["serializing"]),
         "writing_ms": milliseconds(times["writing"]),
+        "confirmed_ms": None
+        if save.confirmed_at is None
+        else milliseconds(save.confirmed_at - save.started_at),
         "durable_ms": milliseconds(times["durable"]),
         "published_ms": None
         if publication.published_at is None

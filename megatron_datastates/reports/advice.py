@@ -98,24 +98,24 @@ def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
     if saves[-1].mode == "sync":  # the interval contains the save itself
         return None
     known = [
-        (save.slowest_ms("durable") / 1000, seconds)
+        (save.disk_ms / 1000, seconds)
         for save, seconds in zip(saves, intervals(saves), strict=True)
         if seconds is not None and not save.failed
     ]
-    queued = sum(save.saves_before > 0 for save in saves)
     needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
-    # What is durable may wait for its polls: the next save then begins beside it, whatever the disk does.
-    if (needed < _BUSY * between) if known else not queued:
+    # A save waits for an optimizer's step and for polls, too: the next one may begin beside it, whatever the
+    # disk does.
+    if not known or needed < _BUSY * between:
         return None
+    queued = sum(save.saves_before > 0 for save in saves)
     rate = median(save.write_mb_per_s for save in usual(saves))
-    text = f"{queued} of {len(saves)} saves began while an earlier one was unfinished. "
-    if known:
-        text += (
-            f"A save is durable after {milliseconds(needed * 1000)} (median, slowest rank, "
-            f"{rate:,.0f} MB/s), and the next one begins after {milliseconds(between * 1000)}. "
-        )
+    text = (
+        f"{queued} of {len(saves)} saves began while an earlier one was unfinished. Writing and syncing one "
+        f"takes {milliseconds(needed * 1000)} (median, slowest rank, {rate:,.0f} MB/s), and the next one "
+        f"begins after {milliseconds(between * 1000)}. "
+    )
     step = iteration_seconds(saves)
-    if step and needed > _BUSY * between:
+    if step:
         text += f"Save every {math.ceil(needed / _BUSY / step):,} iterations or more, or use faster storage."
     else:
         text += "Save less often, or use faster storage."

@@ -82,6 +82,7 @@ class Save:
     staging_bytes: int = 0
     page_locked_bytes: int = 0
     staging_trouble: str = ""
+    confirmed_ms: float | None = None  # until its footer could be written; None: not reported
     prepared: bool | None = None  # whether it reused what the last save had prepared
     not_prepared_because: str | None = None  # None also if the reason is not known
     far_ms: float | None = None  # until it was published in --save, if a near tier had it first
@@ -119,6 +120,15 @@ class Save:
         """Returns the longest `staging`, `writing` or `durable` of all ranks, in milliseconds."""
         own = float(getattr(self, f"{name}_ms"))
         return self.spreads[name].most if name in self.spreads else own
+
+    @property
+    def disk_ms(self) -> float:
+        """Returns the slowest rank's time to durable, without the wait to be confirmed if that is known."""
+        durable = self.slowest_ms("durable")
+        if self.confirmed_ms is None:
+            return durable
+        written = self.slowest_ms("writing")
+        return written + max(durable - max(written, self.confirmed_ms), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

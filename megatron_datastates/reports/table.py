@@ -24,10 +24,15 @@ COLUMNS = (
 # Those that fit into 80 columns.
 SHORT = ("iteration", "state", "mode", "held", "fence", "copied", "written", "published", "MB/s")
 LEGEND = (
-    "held: time taken from the trainer; fence: of it, waits of the optimizer; copied to published: from the "
-    "start of the save, of the slowest rank where it is known"
+    "held: time taken from the trainer; fence: the part of it in which the optimizer waited; copied, "
+    "written, published: how long after the start of the save, copied and written on the slowest rank "
+    "(if known)"
 )
-LEGEND_OF_REST = "before: saves that were unfinished when it began; slowest: the rank that wrote longest."
+LEGEND_OF_REST = (
+    "serialized, durable: how long after the start, too, durable on the slowest rank, with the wait for the "
+    "next optimizer step; before: saves that were unfinished when it began; slowest: the rank that wrote "
+    "longest."
+)
 
 
 def row(save: Save) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -290,6 +291,15 @@ def test_the_text_output_says_what_changed(pair):
     assert code == 1
     assert f"removed: {NORM}" in printed and "first differing layer: decoder.layers.2" in printed
     assert "different: 2 tensors compared, 1 changed" in printed and "0.333" in printed
+
+
+def test_the_help_explains_every_column(pair):
+    other = state()
+    other[FC1][2] += 0.5
+    lines = run("diff", *pair(state(), other))[1].splitlines()
+    head = next(line for line in lines if line.endswith("  tensor"))
+    columns = re.split(" {2,}", head.strip())[:-1]
+    assert len(columns) == 5 and all(f'"{column}"' in run("diff", "--help")[1] for column in columns)
 
 
 def test_the_last_line_says_what_was_not_compared(pair):

@@ -562,6 +562,11 @@ def test_ls_shows_on_which_nodes_each_iteration_is(
         "near_files": 2, "near_copies": 1, "near_nodes": ["gpu-18", "gpu-17"]
     }.items()  # fmt: skip
     assert run("ls", nodes.run, "--near", "") == run("ls", nodes.run)
+    (tmp_path / "empty").mkdir()
+    code, out, _ = run("ls", nodes.run, "--near", tmp_path / "empty")
+    assert code == 0 and f"{tmp_path / 'empty'} has nothing of this run" in out.replace("\n    ", " ")
+    code, out, err = run("ls", nodes.run, "--near", tmp_path / "typo")
+    assert (code, out) == (2, "") and f"--near {tmp_path / 'typo'}: there is no such directory" in err
     monkeypatch.setenv("NODE", "")
     code, out, err = run("ls", nodes.run, "--near", "$NODE")
     assert (code, out) == (2, "") and "$NODE (--datastates-near) is an empty path" in err

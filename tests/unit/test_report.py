@@ -150,6 +150,17 @@ def lazy() -> State:
     return State({"a": torch.ones(99)}, mutability=Mutability.AT_FENCE)
 
 
+def test_the_report_says_when_the_footer_could_be_written(reporting, tmp_path):
+    saver, lines = reporting
+    publication = saver.start(tmp_path / "0", lazy())
+    publication.poll()  # copies begin
+    time.sleep(0.2)  # a forward and backward pass; the disk is long done
+    FENCE.wait("the step")
+    publication.wait()
+    (report,) = lines()
+    assert report["writing_ms"] < 200 <= report["confirmed_ms"] <= report["durable_ms"]
+
+
 def test_what_follows_save_checkpoint_until_the_first_poll_is_held_time(reporting, tmp_path):
     saver, lines = reporting
     with trainer_held("save_checkpoint"):

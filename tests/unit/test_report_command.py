@@ -223,9 +223,19 @@ def test_a_disk_that_is_slower_than_the_interval_is_found(advised: Callable[...,
     slow = {"min": 3e3, "median": 7e3, "max": 8e3, "slowest_rank": 1}
     found = advised(ranks_ms={"durable": slow}, saves_before=1)
     advice = found["The disk needs most of the interval between saves"]
-    assert "6 of 6 saves began" in advice.text and "durable after 8.0 s" in advice.text
+    assert "6 of 6 saves began" in advice.text and "syncing one takes 8.0 s" in advice.text
     saves = read_reports([RUN]).saves
     assert f"every {-(-8 / 0.8 // (iteration_seconds(saves) or 0)):.0f} iterations" in advice.text
+
+
+@pytest.mark.parametrize(("confirmed", "takes"), [(930.0, ""), (100.0, "takes 890 ms")])
+def test_the_wait_for_the_next_optimizer_step_is_not_the_disks(
+    confirmed: float, takes: str, written: Callable[..., Path]
+) -> None:
+    """Of saves each second: all are durable after 0.95 s, the footer could be written earlier or not."""
+    times = {"writing_ms": 40.0, "durable_ms": 950.0, "ranks_ms": {}}
+    text = advice_on(written(many(5, **times, confirmed_ms=confirmed, saves_before=1)), "The disk needs")
+    assert takes in text and bool(text) == bool(takes)
 
 
 def test_a_rank_that_is_far_slower_is_named(advised: Callable[..., dict[str, Advice]]) -> None:
@@ -326,6 +336,15 @@ def test_no_encoding_is_advised_only_where_something_is_encoded(
     assert ("--datastates-compress 0" in advice_on(path, "Serialized objects")) == bool(encoded)
 
 
+def test_the_legend_explains_all_columns_of_times_and_where_the_others_are(tmp_path: Path) -> None:
+    out = run("report", RUN, "--html", tmp_path / "page.html")[1]
+    head, legend = out.splitlines()[0], next(line for line in out.splitlines() if line.startswith("(held"))
+    columns = [name for name in head.split() if name in ("held", "fence", "copied", "written", "published")]
+    assert len(columns) == 5 and all(name in legend for name in columns)
+    assert "durable" not in head and "--html FILE, has all columns, such as durable" in legend
+    assert "durable: " in (tmp_path / "page.html").read_text()
+
+
 def test_only_the_last_loads_are_printed(written: Callable[..., Path]) -> None:
     load = next(json.loads(line) for line in LINES if '"event": "load"' in line)
     loads = [load | {"iteration": number} for number in range(100, 108)]
@@ -374,6 +393,13 @@ def many(count: int, **fields: Any) -> list[dict[str, Any]]:
     return [
         first | {"save_id": f"ab-{n}", "iteration": n, "started_at": 1e9 + n} for n in range(1, count + 1)
     ]
+
+
+@pytest.mark.parametrize("option", ["--png", "--html"])
+def test_a_misspelt_directory_is_not_made(option: str, tmp_path: Path) -> None:
+    code, out, err = run("report", RUN, option, tmp_path / "typo" / "x")
+    assert (code, out) == (2, "") and f"there is no directory {tmp_path / 'typo'}" in err
+    assert not (tmp_path / "typo").exists()
 
 
 def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(

@@ -77,6 +77,7 @@ class RankSave:
         self._copied = False  # no source is read any more
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
+        self.confirmed_at: float | None = None
         self._written = threading.Event()
         self._removal_wanted = threading.Event()
         self._error = FirstError()
@@ -185,13 +186,18 @@ class RankSave:
 
     def _watch(self, plan: StatePlan) -> None:
         if self._awaited:
-            self._confirmed.set()
+            self._confirm()
             return
         FENCE.add_reader(self)
         if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.wait_read(0.0):
             FENCE.add(self)
         else:
-            self._confirmed.set()  # nothing that the save still reads can change
+            self._confirm()  # nothing that the save still reads can change
+
+    def _confirm(self) -> None:
+        if self.confirmed_at is None:
+            self.confirmed_at = time.perf_counter()
+        self._confirmed.set()
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -209,7 +215,7 @@ class RankSave:
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
             if not self._note_failure():
-                self._confirmed.set()
+                self._confirm()
         self.fence_seconds += time.perf_counter() - begin
 
     def await_copies(self) -> None:
@@ -253,7 +259,7 @@ class RankSave:
             self._copied = all(copied) and self.tail.wait_read(0.0)
             if self._copied:
                 # Seen on the trainer's thread, before any later statement of the program could change them.
-                self._confirmed.set()
+                self._confirm()
                 FENCE.discard(self)
                 FENCE.discard_reader(self)
         self._note_failure()
