@@ -28,9 +28,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         *(
             f"{thread} {more}"
-            for thread in ("ds-stage", "ds-await", "ds-write")
+            for thread in ("ds-stage", "ds-write")
             for more in ("", "--and-following")
         ),
+        *(f"ds-await --slow {more}" for more in ("", "--and-following")),  # so that its queue grows
         *(f"ds-pool {more}" for more in ("", "--and-following")),
         *(f"ds-read read {more}" for more in ("", "--and-following")),
         *(f"{thread} --paranoid" for thread in ("ds-stage", "main")),

@@ -224,9 +224,9 @@ def test_a_poll_starts_copies_later_unless_the_trainer_waits(saver, tmp_path, mo
     allowed: list[float] = []
     allow = FileSave.allow_lazy_copies
 
-    def noting(file, seconds=0.0) -> None:
+    def noting(file, seconds=0.0, **options) -> None:
         allowed.append(seconds)
-        allow(file, seconds)
+        allow(file, seconds, **options)
 
     monkeypatch.setattr(FileSave, "allow_lazy_copies", noting)
     publication = saver.start(tmp_path / "polled", State(BIG, mutability=Mutability.AT_FENCE))
