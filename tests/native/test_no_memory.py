@@ -26,11 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        *(
-            f"{thread} {more}"
-            for thread in ("ds-stage", "ds-write")
-            for more in ("", "--and-following")
-        ),
+        *(f"{thread} {more}" for thread in ("ds-stage", "ds-write") for more in ("", "--and-following")),
         *(f"ds-await --slow {more}" for more in ("", "--and-following")),  # so that its queue grows
         *(f"ds-pool {more}" for more in ("", "--and-following")),
         *(f"ds-read read {more}" for more in ("", "--and-following")),

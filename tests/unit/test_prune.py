@@ -103,7 +103,7 @@ def test_what_a_kill_left_of_the_newest_save_stays_and_the_reason_says_what_to_d
     lose(root, 500)
     (root / TRACKER_NAME).write_text("400")
     found = reasons(root, keep_last=4, min_age_seconds=age_given)
-    assert "may be under way, as the tracker names none that is newer and complete" in found[500]
+    assert "may be under way, as the tracker names none that is newer and undamaged" in found[500]
     assert found[500].endswith(
         "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
     )

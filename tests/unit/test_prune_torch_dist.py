@@ -152,8 +152,11 @@ def test_remains_of_a_save_go_once_they_are_old(root: Path) -> None:
 
 
 def test_one_that_lacks_only_metadata_json_stays(root: Path) -> None:
-    (place(root, 300) / "metadata.json").unlink()
-    assert reasons(root)[300] == "only metadata.json is missing, beside .metadata"
+    """Whether newer ones are complete or not: nobody is to delete what DCP alone has written."""
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    for number in (300, 400):
+        (place(root, number) / "metadata.json").unlink()
+        assert reasons(root)[number] == "only metadata.json is missing, beside .metadata"
 
 
 POINTS = [("remove manifest", 1), ("sync removal of manifest", 1), ("remove directory", 1)]

@@ -256,8 +256,8 @@ def check_near_options(args: Any, options: Options) -> None:
     """Checks options of a near tier in a run that saves, and may have none.
 
     Raises:
-        OptionError: the near tier and --save overlap; or there is none, and another option is an argument. In
-            the environment, which many jobs may share, the latter is a warning.
+        OptionError: the near tier is --save, or in it; or there is none, and another option is an argument.
+            In the environment, which many jobs may share, the latter is a warning.
     """
     if options.near and not is_object(args.save):
         _require_apart(args.save, options.near)
@@ -275,16 +275,16 @@ def check_near_options(args: Any, options: Options) -> None:
 
 
 def _require_apart(save: str, option: str) -> None:
-    """Raises OptionError if --save and the near tier are one directory, or one is inside the other."""
+    """Raises OptionError if the near tier is --save, or in it, among the checkpoints of the run."""
     try:
         near = Path(os.path.realpath(near_root(option)))
     except OptionError:
         return  # it is none on this node: the first load or save says so, on all ranks
     run = Path(os.path.realpath(save))
-    if near.is_relative_to(run) or run.is_relative_to(near):
+    if near.is_relative_to(run) and "$" not in str(near):  # a variable without a value is an error of its own
         raise OptionError(
-            f"--datastates-near {near} and --save {run} overlap: expected two directories, neither of them "
-            "in the other, as each checkpoint would be written twice to one file system"
+            f"--datastates-near {near} is in --save {run}: expected a directory outside of it, on faster "
+            "storage"
         )
 
 

@@ -114,7 +114,9 @@ def why_no_run(directory: Path) -> str:
     """Says, for commands that need a run, what a directory without iterations is, or has, instead."""
     with contextlib.suppress(OSError):
         if _is_checkpoint(directory, names_in(directory)):
-            return f"{directory} is a checkpoint, not the directory of a run: give {directory.parent}"
+            above = (directory if is_object(directory) else directory.absolute()).parent
+            advice = f"give {above} if that is one, or use `datastates show`"
+            return f"{directory} is a checkpoint, not the directory of a run: {advice}"
     return f"{directory} is not the directory of a run: it has no directory iter_*{what_is_below(directory)}"
 
 

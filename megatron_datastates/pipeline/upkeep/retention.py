@@ -42,7 +42,7 @@ from megatron_datastates.pipeline.upkeep.left_overs import (
 )
 
 _UNREADABLE = "it cannot be read: "
-_UNDER_WAY = "incomplete: its save may be under way, as the tracker names none that is newer and complete. "
+_UNDER_WAY = "incomplete: its save may be under way, as the tracker names none that is newer and undamaged. "
 _DEAD = "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
 _REPAIRABLE = "If no job runs, see datastates repair"
 
@@ -272,14 +272,15 @@ def _reason(
     if one.number == tracked:
         return "the tracker names it"
     if not one.complete:
+        if one.format in others and (one.path / others[one.format].index_name).exists():
+            return f"only metadata.json is missing, beside {others[one.format].index_name}"
         is_left_over = undamaged and tracked is not None and one.number < min(undamaged[-1], tracked)
         if not is_left_over:
             return (
                 f"{_UNDER_WAY}{_REPAIRABLE if one.format == BACKEND and _may_be_whole(one.path) else _DEAD}"
             )
         if one.format in others:
-            index = others[one.format].index_name
-            return f"only metadata.json is missing, beside {index}" if (one.path / index).exists() else None
+            return None
         return "its manifest is lost: see datastates repair" if _may_be_whole(one.path) else None
     if latest[:1] == [one.number]:
         return "the newest complete one"
