@@ -110,13 +110,14 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = Parameters(original)
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if not adopt(parameters.of_call(args, kwargs)["state"].cfg.checkpoint):
+        call = parameters.of_call(args, kwargs)
+        if not adopt(call["state"].cfg.checkpoint):
             return original(*args, **kwargs)
         from megatron_datastates.mcore.training import device_cache
         from megatron_datastates.pipeline.saving.held import trainer_held
 
         enable_saving()
-        with trainer_held("save_checkpoint"), device_cache.saving(is_ours=True):
+        with trainer_held("save_checkpoint"), device_cache.saving(is_ours=_is_save_of_ours(call)):
             return original(*args, **kwargs)
 
     return save_checkpoint
@@ -160,4 +161,11 @@ def _attach_to_loop(module: Any) -> None:
 
 
 def _is_save_of_ours(call: Mapping[str, Any]) -> bool:
-    return "state" in call and adopt(call["state"].cfg.checkpoint)
+    if "state" not in call:
+        return False
+    config = call["state"].cfg.checkpoint
+    # Bridge itself saves these, to the node's own disk.
+    is_local = getattr(config, "non_persistent_ckpt_type", None) == "local" and call.get(
+        "non_persistent_ckpt"
+    )
+    return adopt(config) and not is_local
