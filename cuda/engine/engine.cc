@@ -11,8 +11,8 @@
 namespace datastates {
 namespace {
 
-constexpr uint64_t kTailChunk = uint64_t{4}
-                                << 20;  // takes a slot, and is smaller if slots are (engine/tail.py)
+// A chunk of the tail takes a slot, and is smaller if slots are (engine/tail.py).
+constexpr uint64_t kTailChunk = uint64_t{4} << 20;
 constexpr uint64_t kMostTailSlots = 4;
 constexpr const char* kClosed = "the engine was closed";
 

@@ -36,6 +36,11 @@ def many(count: int, size: int = 24) -> list[Copy]:
     return [Copy(memory[2 * i * size :][:size], i * size, device=True) for i in range(count)]
 
 
+def apart(memory: np.ndarray, size: int) -> list[Copy]:
+    """Sources in every `size` bytes, all but the last 64 of them."""
+    return [Copy(memory[at:][: size - 64], at, device=True) for at in range(0, memory.nbytes, size)]
+
+
 # -- copied when copied -------------------------------------------------------------------------------------
 
 
@@ -202,7 +207,7 @@ def test_bytes_in_flight_are_bounded(
     options = {"discard": True, "tripwire": False, "most_in_flight": bound}
     engine = device_engines(slot_bytes=size, most_slots=count + 2, **options)
     cuda.delay_copies(seconds=0.005)
-    copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
+    copies = apart(memory, size)
     save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())
     save.expect(Milestone.STAGED)
     in_flight = in_flight_after_each(cuda.log())
@@ -227,7 +232,7 @@ def test_copies_go_in_bursts(cuda: FakeCuda, device_engines: Engines, tmp_path: 
     memory = random_bytes(size * count)
     engine = device_engines(slot_bytes=size, most_slots=count + 2, tripwire=False, most_in_flight=bound)
     cuda.delay_copies(seconds=0.002)
-    copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
+    copies = apart(memory, size)
     save_whole(engine, tmp_path / "data", copies, stream=cuda.new_stream())
     found = in_flight_after_each(cuda.log())
     assert found[-1] == 0 and max(found) <= bound
@@ -241,7 +246,7 @@ def test_what_is_known_to_be_copied_is_not_in_flight(
     size, count, stream = 64 * KIB, 7, cuda.new_stream()
     engine = device_engines(slot_bytes=size, most_slots=2 * count, most_in_flight=8 * size)
     memory = random_bytes(size * count)
-    copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
+    copies = apart(memory, size)
     save_whole(engine, tmp_path / "first", copies, stream=stream)
     cuda.hold_stream(stream)
     save = Save(engine, tmp_path / "second", copies, stream=stream)
@@ -258,7 +263,7 @@ def test_bytes_in_flight_are_unbounded_while_the_trainer_waits_for_them(
     size, count, bound = 64 * KIB, 60, 128 * KIB
     memory = random_bytes(size * count)
     engine = device_engines(slot_bytes=size, most_slots=2 * count, tripwire=False, most_in_flight=bound)
-    copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
+    copies = apart(memory, size)
     cuda.delay_copies(seconds=0.002)
     hurried = Save(engine, tmp_path / "hurried", copies, stream=cuda.new_stream())
     engine.allow_lazy_copies(hurried.job, 0.0, True)
@@ -340,7 +345,7 @@ def test_one_event_serves_all_waits(
     memory = random_bytes(size * count)
     options = {"tripwire": False, "most_in_flight": 256 * KIB}
     engine = device_engines(slot_bytes=256 * KIB, most_slots=8, **options)
-    copies = [Copy(memory[i * size :][: size - 64], i * size, device=True) for i in range(count)]
+    copies = apart(memory, size)
     save_whole(engine, tmp_path / "data", copies, stream=cuda.new_stream())
     assert len(cuda.calls("cuEventRecord")) >= count * size / (256 * KIB)
     assert len(cuda.calls("cuEventCreate")) < 6
