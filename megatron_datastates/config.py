@@ -314,9 +314,6 @@ class Options:
     # the longer a small copy of the trainer's waits; the fewer, the more calls of the driver, which delay its
     # launches (benchmarks/results/gpu-h100-small-copies.json).
     most_in_flight: int = dataclasses.field(default=8 * MIB, metadata={"parse": parse_bytes})
-    # Wait for a device's copies without interrupts, and keep a core busy. Not compared on a GPU yet: a burst
-    # has some ten interrupts and wake-ups (benchmarks/DIARY.md, 11-27).
-    spin: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
     sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
     # Bytes of stable tensors from which on a rank stores them apart. Below, one more file for each rank and

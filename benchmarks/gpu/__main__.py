@@ -20,7 +20,7 @@ from benchmarks.gpu.benchmark import (
     merge_files,
     say,
 )
-from benchmarks.gpu.environment import FAKE, FAKE_FOLDER, MEMORY, ONE, ROOT
+from benchmarks.gpu.environment import FAKE, FAKE_FOLDER, MEMORY, ROOT, SETTINGS, split
 from benchmarks.gpu.results import FINE, print_table
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,9 +91,12 @@ def _processes(parsed: argparse.Namespace) -> list[list[str]]:
     parts = [part for part in PART_SECONDS if part in parsed.parts]
     if not parsed.fake:
         return [[part] for part in parts]
-    # The fake parts are tiny and share one process; those of one connection need their own environment.
-    shared = [part for part in parts if part != "tests" and not part.endswith(ONE)]
-    return [group for group in (shared, [part for part in parts if part.endswith(ONE)]) if group]
+    # The fake parts are tiny: those with the same settings share one process.
+    groups = (
+        [part for part in parts if part != "tests" and split(part)[1] == settings]
+        for settings in ({}, *SETTINGS.values())
+    )
+    return [group for group in groups if group]
 
 
 def _prepare_environment(parsed: argparse.Namespace, logs: Path) -> None:

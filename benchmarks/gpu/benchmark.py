@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.gpu.environment import CONNECTIONS, ONE, ROOT, TMPFS
+from benchmarks.gpu.environment import EIGHT, ONE, ROOT, SETTINGS, TMPFS, split
 from benchmarks.gpu.processes import run_process
 from benchmarks.gpu.results import check_requirements, merge, read_reports
 
@@ -33,14 +33,14 @@ PART_SECONDS = {
     "machine": 30.0,
     "tests": 110.0,
     "training": 400.0,
-    "held": 40.0,
+    "held": 30.0,
     "copies": 40.0,
-    "small_copies": 35.0,
-    f"small_copies{ONE}": 35.0,
-    "steps": 45.0,
-    f"steps{ONE}": 45.0,
+    "small_copies": 25.0,
+    "steps": 50.0,
+    f"steps{ONE}": 50.0,
+    f"steps{EIGHT}": 50.0,
     f"held{ONE}": 25.0,
-    "loads": 45.0,
+    "loads": 40.0,
     "page_locking": 20.0,
     "pipeline": 25.0,
     "megatron": 120.0,
@@ -49,7 +49,7 @@ PART_SECONDS = {
 # What the third has differs little from machine to machine of a kind.
 CALLS = {
     1: ("machine", "tests", "training"),
-    2: ("held", "small_copies", f"small_copies{ONE}", "steps", f"steps{ONE}", "loads", "megatron"),
+    2: ("held", "small_copies", "steps", f"steps{ONE}", f"steps{EIGHT}", "loads", "megatron"),
     3: ("copies", f"held{ONE}", "page_locking", "pipeline"),
 }
 CALL_SECONDS = 370.0
@@ -179,13 +179,10 @@ def _conclude(found: dict[str, Any], status: str) -> dict[str, Any]:
 
 
 def _environment(parts: Sequence[str]) -> dict[str, str]:
-    """Returns the environment of a part's process; CUDA reads the number of connections at its start."""
-    environment = dict(os.environ)
-    if parts[0].endswith(ONE):
-        environment[CONNECTIONS] = "1"
-    else:
-        environment.pop(CONNECTIONS, None)
-    return environment
+    """Returns the environment of the process of some parts, which all have the same settings."""
+    names = {name for settings in SETTINGS.values() for name in settings}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    return environment | split(parts[0])[1]
 
 
 def _store(results: Mapping[str, Any], folder: Path, suffix: str = "") -> Path:

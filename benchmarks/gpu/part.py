@@ -21,7 +21,7 @@ import torch
 from benchmarks import disk, machine
 from benchmarks.gpu.context import Part, Report
 from benchmarks.gpu.copies import measure_copies
-from benchmarks.gpu.environment import IS_FAKE, ONE
+from benchmarks.gpu.environment import IS_FAKE, split
 from benchmarks.gpu.held import measure_held
 from benchmarks.gpu.loads import measure_loads
 from benchmarks.gpu.megatron import measure_megatron
@@ -76,7 +76,8 @@ def main() -> None:
                 describe_machine(arguments.folder, report)
             else:
                 device = device or Device(arguments.folder)
-                _MEASURES[name.removesuffix(ONE)](Part(device, arguments.folder, IS_FAKE, deadline, report))
+                measure = _MEASURES[split(name)[0]]
+                measure(Part(device, arguments.folder, IS_FAKE, deadline, report))
             report(complete=True)
 
 

@@ -26,11 +26,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "bursts_of_8_mib": {},  # the default
     "bursts_of_4_mib": {"most_in_flight": 4 * MIB},
     "bursts_of_16_mib": {"most_in_flight": 16 * MIB},
-    "bursts_of_32_mib": {"most_in_flight": 32 * MIB},
     "at_once": {"most_in_flight": 1 << 40},
-    "spinning": {"spin": True},
-    "spinning_16_mib": {"spin": True, "most_in_flight": 16 * MIB},
-    "1_copy_thread": {"copy_threads": 1},
     "without_samples": {"tripwire": False},  # for what they cost the start
 }
 _LAUNCHES = 16  # of small kernels, in each sample

@@ -20,7 +20,6 @@ from benchmarks.gpu.device import make_shard
 from benchmarks.gpu.environment import CONNECTIONS_LIMIT, IS_FAKE
 from benchmarks.gpu.memory import NO_TMPFS, fitting, pool_for, tmpfs
 from benchmarks.gpu.saves import DeviceSaves
-from benchmarks.gpu.small_copies import ORDERS
 from benchmarks.states import bytes_of
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.fence import FENCE
@@ -124,8 +123,6 @@ def _contenders(part: Part, training: Training, left_out: list[str]) -> Iterator
         else:
             found["tmpfs"] = DeviceSaves(part.device, memory, pool)
         found["disk"] = DeviceSaves(part.device, part.folder, pool)
-        for order in ("bursts_of_4_mib", "bursts_of_16_mib"):
-            found[f"disk_{order}"] = DeviceSaves(part.device, part.folder, pool, **ORDERS[order])
         yield found
         for saves in found.values():
             saves.close()

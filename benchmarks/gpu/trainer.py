@@ -29,13 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--record", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--save-blocks", type=int, default=0, help="save once in every other block")
+    parser.add_argument("--save-each", action="store_true", help="save in each iteration of such a block")
     parser.add_argument("--digest-save", type=int, default=0, help="digest the state before this save")
     parser.add_argument("--digest-load", action="store_true", help="digest the state after set-up")
     parser.add_argument("--count", action="store_true", help="count what threads do in each step")
     own = sys.argv.index("--")
-    parser.add_argument(
-        "--release-cache", action="store_true", help="release torch's cached device memory before each save"
-    )
     wanted = parser.parse_args(sys.argv[1:own])
     sys.argv = ["pretrain_tiny.py", *sys.argv[own + 1 :]]
     pretrain_tiny = _import_megatron()
@@ -45,9 +43,7 @@ def main() -> None:
     recorder = Recorder()
     recorder.attach()
     if wanted.save_blocks:
-        save_in_turns(wanted.save_blocks, saves=1)
-    if wanted.release_cache:
-        _release_cache_before_saves()
+        save_in_turns(wanted.save_blocks, saves=0 if wanted.save_each else 1)
     digests = Digests(wanted.digest_save, wanted.digest_load)
     digests.attach()
     counters = Counters()
@@ -69,21 +65,6 @@ def _import_megatron() -> Any:
         importlib.import_module("fused_adam").install()  # stock Megatron loads no other's state
     importlib.import_module("megatron_datastates.mcore")  # it may not be installed here
     return importlib.import_module("pretrain_tiny")
-
-
-def _release_cache_before_saves() -> None:
-    """As Megatron 0.17 to 0.19 does, and this package prevents from the second save on."""
-    import torch
-    from megatron.training import training as loop
-
-    save = loop.save_checkpoint_and_time
-
-    @functools.wraps(save)
-    def save_checkpoint_and_time(*args: Any, **options: Any) -> Any:
-        torch.cuda.memory.empty_cache()  # torch.cuda.empty_cache does nothing here
-        return save(*args, **options)
-
-    loop.save_checkpoint_and_time = save_checkpoint_and_time
 
 
 class Counters:

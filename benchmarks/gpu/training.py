@@ -1,7 +1,8 @@
 """Measures what a save costs training in Megatron's own loop on the GPU, and that it resumes with every bit.
 
 Blocks of iterations with one save and blocks without take turns in one process; a block with a save is
-compared with the two beside it. Each way to save has a process of its own, one after another.
+compared with the two beside it. Each way to save has a process of its own, one after another. In one of them
+each iteration of a block ends with a save, and iterations are long enough for what they write.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from benchmarks.training.runs import FORMATS, Model, Span, checkpoint_bytes, fre
 
 _ARGUMENTS = ROOT / "recipes" / "tiny.args"
 _MODEL = Model(2, 64, 32) if IS_FAKE else Model(24, 1024, 1024)
-_BATCH = "1 2 4" if IS_FAKE else "4 8 16"  # micro-batch, global batch, attention heads
+_MICRO_BATCH, _HEADS = (1, 4) if IS_FAKE else (4, 16)
+_BATCH = 2 * _MICRO_BATCH
+# Of iterations that take longer than writing a checkpoint to tmpfs does: 2.3 s, where it was measured.
+_LARGE_BATCH = (2 if IS_FAKE else 18) * _MICRO_BATCH
 _CHECKPOINT_BYTES = 14 * 12 * 24 * 1024 * 1024  # bf16 parameters, and fp32 ones with two moments; about
 _BLOCK = 6  # iterations; two blocks are longer than a save of ours to tmpfs
 _LONG_BLOCK = 6 if IS_FAKE else 12  # two are longer than torch_dist needs for a save, and a disk for ours
+_SHORT_BLOCK = 4  # where each of its iterations ends with a save
 _DIGESTED = 2  # the save before which the state is digested; nothing up to it counts
 _LOG_TAIL = 1500
 
@@ -44,13 +49,19 @@ class Run:
     block: int = _LONG_BLOCK
     is_resumed: bool = False  # from a checkpoint whose state was digested, which must come back
     is_counted: bool = False  # what its threads do in each step
-    releases_cache: bool = False  # torch's cached device memory, before each save
+    batch: int = _BATCH
+    saves_each: bool = False  # iteration of a block, not the first one only
 
     @property
     def name(self) -> str:
         """As in the results."""
-        released = ", cache released" * self.releases_cache
-        return f"{self.way}{released}, {'tmpfs' if self.on_tmpfs else 'disk'}"
+        each = " in each iteration" * self.saves_each
+        return f"{self.way}{each}, {'tmpfs' if self.on_tmpfs else 'disk'}"
+
+    @property
+    def checkpoints(self) -> int:
+        """How many there must be: the last iteration ends with one, too."""
+        return self.blocks // 2 * (self.block if self.saves_each else 1) + 1
 
 
 _WORKER = "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 saves synchronously
@@ -64,7 +75,7 @@ def measure_training(part: Part) -> None:
         part.report(status=f"left out: megatron.training does not import here ({error})")
         return
     model = dataclasses.asdict(_MODEL)
-    part.report(model=model, batch=_BATCH, block=_BLOCK, ways={}, failed={})
+    part.report(model=model, micro_batch=_MICRO_BATCH, block=_BLOCK, ways={}, failed={})
     left_out: list[str] = []
     ways: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -94,42 +105,43 @@ def _runs() -> list[Run]:
     """Returns all runs, the most telling first."""
     ours = FORMATS["datastates async"]
     theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
-    quick = Run("datastates async", ours, 7 if IS_FAKE else 15, on_tmpfs=True, block=_BLOCK, is_counted=True)
-    runs = [
-        quick,
+    each = Run("datastates async", ours, 7, on_tmpfs=True, block=_SHORT_BLOCK)
+    worker = Run("torch_dist async", [*theirs, "--async-save", _WORKER], 5, on_tmpfs=True)
+    return [
+        dataclasses.replace(each, batch=_LARGE_BATCH, saves_each=True),
+        *([] if IS_FAKE else [worker]),  # processes that Megatron spawns have no stand-ins for a GPU
+        Run("datastates async", ours, 7 if IS_FAKE else 15, on_tmpfs=True, block=_BLOCK, is_counted=True),
         Run("datastates async", ours, 7, on_tmpfs=False, is_counted=True, is_resumed=True),
         Run("torch_dist", theirs, 5, on_tmpfs=True),
-        Run("torch_dist async", [*theirs, "--async-save", _WORKER], 5, on_tmpfs=True),
-        dataclasses.replace(quick, releases_cache=True),
         Run("datastates", FORMATS["datastates"], 5, on_tmpfs=True),
     ]
-    if IS_FAKE:  # processes that Megatron spawns have no stand-ins for a GPU
-        del runs[3]
-    return runs
 
 
 def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
     begin, checkpoints, report = time.monotonic(), folder / "training", folder / "report.jsonl"
     try:
         options = ["--save-blocks", str(run.block)]
+        options += ["--save-each"] * run.saves_each
         is_ours = "datastates" in run.arguments
         if run.is_resumed:
             options += ["--digest-save", str(_DIGESTED)]
-        options += ["--count"] * run.is_counted + ["--release-cache"] * run.releases_cache
+        options += ["--count"] * run.is_counted
         arguments = [*run.arguments, "--save", str(checkpoints)]
         arguments += ["--datastates-report-file", str(report)] if is_ours else []
-        found = _train(folder, options, run.blocks * run.block + 1, arguments, seconds)
+        found = _train(folder, options, run.blocks * run.block + 1, arguments, seconds, run.batch)
         # torch_dist writes metadata.json first.
         size, saves = checkpoint_bytes(checkpoints, "metadata.json" if is_ours else ".metadata")
-        result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1, run.block)
+        if run.saves_each:
+            result = summarize_each(found["spans"], run.block)
+        else:
+            result = summarize(found["spans"], _DIGESTED if run.is_resumed else 1, run.block)
         if run.is_counted:
             result |= {"counters": _counted(found["counters"], run)}
         result |= {"checkpoint_bytes": size, "checkpoints": saves}
         if report.exists():
             result["report"] = [json.loads(line) for line in report.read_text().splitlines()]
-        expected = run.blocks // 2 + 1  # the last iteration ends with one, too
-        if saves != expected:
-            raise RuntimeError(f"expected {expected} complete checkpoints, found {saves}")
+        if saves != run.checkpoints:
+            raise RuntimeError(f"expected {run.checkpoints} complete checkpoints, found {saves}")
         if run.is_resumed:
             try:
                 result["resume"] = _resume(run, folder, checkpoints, found["saved"], begin + seconds)
@@ -180,7 +192,7 @@ def _train(
     iterations: int,
     arguments: list[str],
     seconds: float,
-    settings: dict[str, str] | None = None,
+    batch: int = _BATCH,
 ) -> dict[str, Any]:
     """Trains in a process of its own; returns its record.
 
@@ -190,9 +202,8 @@ def _train(
     """
     record, log = folder / "record.json", folder / "training.log"
     words = [word for word in _ARGUMENTS.read_text().split() if IS_FAKE or word != "--use-cpu-initialization"]
-    micro, whole, heads = _BATCH.split()
-    words += [*_MODEL.arguments, "--num-attention-heads", heads]
-    words += ["--micro-batch-size", micro, "--global-batch-size", whole]
+    words += [*_MODEL.arguments, "--num-attention-heads", str(_HEADS)]
+    words += ["--micro-batch-size", str(_MICRO_BATCH), "--global-batch-size", str(batch)]
     words += ["--train-iters", str(iterations), "--lr-decay-iters", "1000", "--log-interval", "1000"]
     words += ["--distributed-backend", "gloo" if IS_FAKE else "nccl", *arguments]
     options = ["--record", str(record), *options]
@@ -261,5 +272,34 @@ def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK)
         "copying_iteration_longer_percent": 100 * statistics.median(longer),
         "first_save_ms": 1e3 * (saves[0][1] - saves[0][0]),
         "held_ms_by_save": [{name: 1e3 * seconds for name, seconds in one.items()} for one in held],
+        "iterations_ms": [1e3 * seconds for seconds in iterations],
+    }
+
+
+def summarize_each(spans: dict[str, list[Span]], block: int) -> dict[str, Any]:
+    """Returns what saves in each iteration of every other block cost, beside the blocks around it.
+
+    The first block with saves does not count, nor the first iteration after such a block, in which its last
+    save may still be written.
+    """
+    begins = [begin for begin, _ in spans["step"]]
+    iterations = [after - before for before, after in pairwise(begins)]
+    blocks = [iterations[at : at + block] for at in range(0, len(iterations) - block + 1, block)]
+    longer, held = [], []
+    for number in range(3, len(blocks) - 1, 2):
+        beside = statistics.fmean(blocks[number - 1][1:] + blocks[number + 1][1:])
+        longer.append(statistics.fmean(blocks[number]) / beside - 1)
+        begin, end = begins[number * block], begins[(number + 1) * block]
+        inside = [
+            b - a for name in ("save", "poll", "fence") for a, b in outermost(spans, name) if begin <= a < end
+        ]
+        held.append(sum(inside) / block)
+    plain = [seconds for number in range(2, len(blocks), 2) for seconds in blocks[number][1:]]
+    return {
+        "saves": len(longer) * block,
+        "iteration_ms": 1e3 * statistics.fmean(plain),
+        "iteration_longer_percent": 100 * statistics.median(longer),
+        "iteration_longer_percent_by_block": [100 * one for one in longer],
+        "held_ms": 1e3 * statistics.median(held),
         "iterations_ms": [1e3 * seconds for seconds in iterations],
     }

@@ -138,15 +138,15 @@ void BindEngine(nb::module_& module) {
           [](EngineHandle* self, size_t slot_bytes, size_t most_slots, int copy_threads, int write_threads,
              bool direct, bool checksums, uint64_t copy_limit, uint64_t write_limit,
              const std::string& driver, const std::string& faults, bool discard, bool tripwire, bool paranoid,
-             const std::string& sysfs, uint64_t most_in_flight, uint64_t sample_seed, bool spin) {
+             const std::string& sysfs, uint64_t most_in_flight, uint64_t sample_seed) {
             new (self) EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
                                      copy_limit, write_limit, driver, faults, discard, tripwire, paranoid,
-                                     sysfs, most_in_flight, sample_seed, spin});
+                                     sysfs, most_in_flight, sample_seed});
           },
           nb::kw_only(), "slot_bytes"_a, "most_slots"_a, "copy_threads"_a, "write_threads"_a, "direct"_a,
           "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "discard"_a = false,
           "tripwire"_a = true, "paranoid"_a = false, "sysfs"_a = "/sys",
-          "most_in_flight"_a = uint64_t{8} << 20, "sample_seed"_a = 0, "spin"_a = false)
+          "most_in_flight"_a = uint64_t{8} << 20, "sample_seed"_a = 0)
       .def(
           "start",
           [](EngineHandle& self, const std::filesystem::path& path, uint64_t reserve_bytes, uint64_t end,

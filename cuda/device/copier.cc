@@ -14,12 +14,12 @@ bool Fits(size_t step, size_t bytes) { return step >= bytes && step <= Driver::k
 
 }  // namespace
 
-DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, bool spins)
+DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes)
     : most_bytes_(std::max<uint64_t>(most_bytes, 1)),
       driver_(std::move(driver)),
       context_(driver_->EnterContext()),
       device_(driver_->CurrentDevice()),
-      reached_(driver_, context_, false, spins),
+      reached_(driver_, context_),
       last_(driver_, context_),
       stream_(driver_->CreateLowPriorityStream()) {}
 

@@ -15,8 +15,8 @@ namespace datastates {
 class Event {
  public:
   // `context` is current on this thread; any thread may destroy the event.
-  Event(std::shared_ptr<Driver> driver, CuContext context, bool timing = false, bool spins = false)
-      : driver_(std::move(driver)), context_(context), event_(driver_->CreateEvent(timing, spins)) {}
+  Event(std::shared_ptr<Driver> driver, CuContext context, bool timing = false)
+      : driver_(std::move(driver)), context_(context), event_(driver_->CreateEvent(timing)) {}
   ~Event() {
     const ContextScope scope(*driver_, context_);
     driver_->DestroyEvent(event_);
@@ -52,7 +52,7 @@ class DeviceCopier {
   static constexpr Place kMostInFlight = 256;
 
   // Created on the trainer's thread, for its current context. Throws Failure.
-  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes, bool spins = false);
+  DeviceCopier(std::shared_ptr<Driver> driver, uint64_t most_bytes);
   ~DeviceCopier();
   DeviceCopier(const DeviceCopier&) = delete;
   DeviceCopier& operator=(const DeviceCopier&) = delete;

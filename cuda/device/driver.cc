@@ -211,9 +211,9 @@ CuStream Driver::CreateLowPriorityStream() const {
   return stream;
 }
 
-CuEvent Driver::CreateEvent(bool timing, bool spins) const {
+CuEvent Driver::CreateEvent(bool timing) const {
   CuEvent event = nullptr;
-  const unsigned flags = (spins ? 0 : kEventBlockingSync) | (timing ? 0 : kEventDisableTiming);
+  const unsigned flags = kEventBlockingSync | (timing ? 0 : kEventDisableTiming);
   Check(table_->event_create(&event, flags), "cuEventCreate");
   return event;
 }

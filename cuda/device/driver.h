@@ -46,8 +46,7 @@ class Driver {
   int SwapCaptureMode(int mode) const noexcept;  // returns the previous one
 
   CuStream CreateLowPriorityStream() const;
-  // `spins`: a wait for it keeps a core busy, instead of sleeping until the device interrupts.
-  CuEvent CreateEvent(bool timing = false, bool spins = false) const;
+  CuEvent CreateEvent(bool timing = false) const;
   void DestroyStream(CuStream stream) const noexcept;
   void DestroyEvent(CuEvent event) const noexcept;
   void Record(CuEvent event, CuStream stream) const;

@@ -117,8 +117,7 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
       std::any_of(batch.spans().begin(), batch.spans().end(), [](const Span& span) { return span.device; });
   if (!device) return nullptr;
   if (!copier_) {
-    auto copier =
-        std::make_shared<DeviceCopier>(Driver::Open(options_.driver), options_.most_in_flight, options_.spin);
+    auto copier = std::make_shared<DeviceCopier>(Driver::Open(options_.driver), options_.most_in_flight);
     node_ = NodeOfDevice(options_.sysfs, copier->driver()->CurrentBusId());
     pool_->Register(copier->driver(), copier->context(), node_);
     sample_memory_ = std::make_shared<SampleMemory>(copier->driver(), copier->context(),

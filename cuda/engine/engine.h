@@ -50,7 +50,6 @@ class Engine {
     std::string sysfs;        // os/numa.h
     uint64_t most_in_flight;  // bytes of device copies (device/copier.h)
     uint64_t sample_seed;     // of the first save; each later one adds 1. 0: random
-    bool spin;                // while a device copies (device/driver.h)
   };
 
   // Starts the threads. Throws Failure for invalid options, or if a thread cannot be started.

@@ -69,7 +69,6 @@ class Engine:
         sysfs: str = "/sys",
         most_in_flight: int = ...,
         sample_seed: int = 0,
-        spin: bool = False,
     ) -> None: ...
     def start(
         self,

@@ -71,7 +71,6 @@ class StagingEngine:
                 sysfs=options.sysfs,
                 most_in_flight=options.most_in_flight,
                 sample_seed=options.sample_seed,
-                spin=options.spin,
             )
 
     def begin(

@@ -348,17 +348,9 @@ def test_one_event_serves_all_waits(
     copies = apart(memory, size)
     save_whole(engine, tmp_path / "data", copies, stream=cuda.new_stream())
     assert len(cuda.calls("cuEventRecord")) >= count * size / (256 * KIB)
-    assert len(cuda.calls("cuEventCreate")) < 6
+    flags = cuda.calls("cuEventCreate")
+    assert len(flags) < 6 and all(int(one) & BLOCKING_SYNC for one in flags)  # waits sleep
     assert len(cuda.calls("cuEventSynchronize")) <= len(cuda.calls("cuEventRecord"))
-
-
-@pytest.mark.parametrize("spin", [False, True])
-def test_waits_for_the_device_spin_if_that_is_asked_for(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, spin: bool
-) -> None:
-    save_whole(device_engines(spin=spin), tmp_path / "data", many(300), stream=cuda.new_stream())
-    spinning = [flags for flags in cuda.calls("cuEventCreate") if not int(flags) & BLOCKING_SYNC]
-    assert len(spinning) == spin
 
 
 def test_the_trainer_is_held_back_while_a_copy_waits_in_the_driver(

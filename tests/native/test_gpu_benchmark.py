@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import benchmark, picture, processes, results, training
 from benchmarks.gpu.__main__ import RESULTS, main, parse
-from benchmarks.gpu.environment import FAKE, ROOT
+from benchmarks.gpu.environment import FAKE, ROOT, split
 
 SCRIPT = ROOT / "benchmarks" / "gpu" / "run.sh"
 HELD: dict[str, Any] = {
@@ -120,15 +120,18 @@ def test_all_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> None
     )
     assert parts["page_locking"]["collapsed"]["4_threads"]["lock_gb_per_s"] > 0
     assert parts["page_locking"]["pools"]["0.125 GiB"]["seconds"] > 0
+    for suffix, connections in (("", None), ("_one_connection", "1"), ("_8_for_copies", "1")):
+        steps = parts[f"steps{suffix}"]
+        assert steps["connections"] == connections and steps["repeats"] == 2
+        assert {"alone", "discard", "disk"} <= steps.keys()
     for suffix, connections in (("", None), ("_one_connection", "1")):
-        held, steps = (parts[f"{name}{suffix}"] for name in ("held", "steps"))
-        assert {held["connections"], steps["connections"]} == {connections}
+        held = parts[f"held{suffix}"]
+        assert held["connections"] == connections
         assert held["left_out"] == [] and len(held["cases"]) == 4
         assert held["first_save"]["device_bytes_not_named"] == 0
         for case in held["cases"].values():
             assert case["held_ms"] == pytest.approx(sum(case["held_parts_ms"].values()))
             assert case["without_synchronize_parts_ms"]["synchronize"] == 0
-        assert steps["repeats"] == 2 and {"alone", "discard", "disk"} <= steps.keys()
     assert parts["pipeline"]["small_pool"]["durable_gb_per_s"] > 0
     assert parts["loads"]["to_device_gb_per_s"] > 0 < parts["loads"]["to_host_gb_per_s"]
     for case in ("large", "many", "small"):
@@ -139,10 +142,11 @@ def test_all_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> None
     on_tmpfs = ways["datastates async, tmpfs"]
     assert on_tmpfs["counters"].keys() == {"copying", "plain"}
     assert on_tmpfs["counters"]["copying"]["ours_ns"] > on_tmpfs["counters"]["plain"].get("ours_ns", 0)
-    for suffix in ("", "_one_connection"):
-        orders = parts[f"small_copies{suffix}"]["orders"]
-        assert {"alone", "bare", "bursts_of_8_mib", "at_once", "without_samples"} <= orders.keys()
-        assert all(order["samples"] >= 1 and order["item_us_most"] > 0 for order in orders.values())
+    each = ways["datastates async in each iteration, tmpfs"]
+    assert each["saves"] == 8 and each["checkpoints"] == 13 and each["held_ms"] > 0
+    orders = parts["small_copies"]["orders"]
+    assert {"alone", "bare", "bursts_of_8_mib", "at_once", "without_samples"} <= orders.keys()
+    assert all(order["samples"] >= 1 and order["item_us_most"] > 0 for order in orders.values())
     megatron = parts["megatron"]
     assert megatron["tensors_left_to_the_fence"] == megatron["tensors"]
     stock = {f"torch_dist_{way}" for way in ("sync", "async_fork", "async_persistent")}
@@ -316,6 +320,30 @@ def test_a_save_in_a_training_costs_what_its_block_is_longer() -> None:
     assert found["saves"] == 1 and found["iteration_ms"] == 1000 and found["cost_ms"] == 500
     assert found["copying_iteration_ms"] == 1000 and found["copying_iteration_longer_percent"] == 0
     assert found["parts_ms"] == {"save": 250, "poll": 125, "fence": 0} and found["held_ms"] == 375
+
+
+def test_saves_in_each_iteration_are_compared_with_the_blocks_beside_them() -> None:
+    """Blocks of two iterations of 1 s; the first with saves, and iterations after saves, do not count."""
+    lengths = [1.0, 1.0, 9.0, 9.0, 7.0, 1.0, 1.25, 1.75, 5.0, 1.0]
+    begins = list(itertools.accumulate(lengths, initial=0.0))
+    saves = [(begin, begin + 0.25) for begin in begins[2:4] + begins[6:8]]
+    spans = {"step": [(begin, begin + 0.1) for begin in begins], "save": saves, "poll": [], "fence": []}
+    found = training.summarize_each(spans, block=2)
+    assert found["saves"] == 2 and found["iteration_longer_percent"] == 50 and found["held_ms"] == 250
+    assert found["iteration_ms"] == 1000
+
+
+def test_a_part_names_how_cuda_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, copies = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+    monkeypatch.setenv(one, "32")
+    for part, wanted in (
+        ("steps", {}),
+        ("steps_one_connection", {one: "1"}),
+        ("steps_8_for_copies", {one: "1", copies: "8"}),
+    ):
+        environment = benchmark._environment([part])
+        assert {name: environment[name] for name in (one, copies) if name in environment} == wanted
+        assert split(part)[0] == "steps"
 
 
 def test_results_of_a_gpu_go_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
