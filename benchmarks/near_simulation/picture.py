@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from benchmarks.command import Result
-from benchmarks.picture import LIMIT, OTHERS, OURS, run_picture
+from benchmarks.picture import LIMIT, OTHERS, OURS, SVG, run_picture
 
 _COLOURS = (LIMIT, OTHERS, OURS)  # by the order of strategies
 _TIERS = {"near": OURS, "copies": "#7fb3c4", "far": LIMIT}
@@ -16,7 +16,7 @@ _TIERS = {"near": OURS, "copies": "#7fb3c4", "far": LIMIT}
 
 def draw(results: Result, picture: Path) -> None:
     """Draws lost work over the rate of shared storage, and which tier restores."""
-    mpl.rcParams["svg.hashsalt"] = "datastates"
+    mpl.rcParams.update(SVG)
     figure, (lost, tiers) = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(3, 2), layout="constrained")
     names = list(results["rates"][0]["strategies"])
     rates = [rate["far_gb_per_s"] for rate in results["rates"]]
