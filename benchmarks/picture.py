@@ -15,9 +15,13 @@ from matplotlib.figure import Figure
 from benchmarks.command import PATH, Result, benchmark_command
 
 OURS, OTHERS, LIMIT = "#1f6f8b", "#b8b8b8", "#c0392b"
-# The same results make the same file; text stays text, for readers and searches, and takes half the bytes.
-SVG = {"svg.hashsalt": "datastates", "svg.fonttype": "none"}
 _ERROR_STYLE = {"lw": 0.8, "alpha": 0.6}
+
+
+def set_svg_style() -> None:
+    """The same results make the same file; text stays text, for searches, and takes half the bytes."""
+    mpl.rcParams["svg.hashsalt"] = "datastates"
+    mpl.rcParams["svg.fonttype"] = "none"
 
 
 def draw_rates(axes: Axes, names: Sequence[str], part: Result, places: Sequence[float], **style: Any) -> None:
@@ -32,7 +36,7 @@ def draw_rates(axes: Axes, names: Sequence[str], part: Result, places: Sequence[
 
 def save_figure(figure: Figure, machine: Result, picture: Path) -> None:
     """Writes the figure with the machine as its title."""
-    mpl.rcParams.update(SVG)
+    set_svg_style()
     figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores", fontsize=9)
     figure.savefig(picture, metadata={"Date": None})
 

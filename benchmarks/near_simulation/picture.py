@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from benchmarks.command import Result
-from benchmarks.picture import LIMIT, OTHERS, OURS, SVG, run_picture
+from benchmarks.picture import LIMIT, OTHERS, OURS, run_picture, set_svg_style
 
 _COLOURS = (LIMIT, OTHERS, OURS)  # by the order of strategies
 _TIERS = {"near": OURS, "copies": "#7fb3c4", "far": LIMIT}
@@ -16,7 +15,7 @@ _TIERS = {"near": OURS, "copies": "#7fb3c4", "far": LIMIT}
 
 def draw(results: Result, picture: Path) -> None:
     """Draws lost work over the rate of shared storage, and which tier restores."""
-    mpl.rcParams.update(SVG)
+    set_svg_style()
     figure, (lost, tiers) = plt.subplots(1, 2, figsize=(10, 3.2), width_ratios=(3, 2), layout="constrained")
     names = list(results["rates"][0]["strategies"])
     rates = [rate["far_gb_per_s"] for rate in results["rates"]]

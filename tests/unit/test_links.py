@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
@@ -34,7 +35,7 @@ from megatron_datastates.pipeline.saving.stable import StableFile
 from megatron_datastates.pipeline.upkeep.verify import verify_checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.named import NamedState
-from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor
+from tests.unit.states import OPTIONS, SMALL, bits, data_files, new_saver, random_tensor
 
 LINKING = {"link_from": MIB}
 Tensors = Mapping[str, torch.Tensor]
@@ -117,6 +118,18 @@ def test_the_manifest_says_which_save_wrote_a_linked_file(linking, tmp_path):
     ]
     assert first.files[1].save_id == "" and first.files[1].content_sha256 == second.files[1].content_sha256
     assert first.files[0].content_sha256 == ""
+
+
+@pytest.mark.parametrize("call", [ds.save, ds.async_save])
+def test_a_call_that_holds_the_trainer_does_not_wait_for_its_own_return(tmp_path: Path, call: Any) -> None:
+    """What links begins after the call, as a rule; here the call itself waits for it."""
+    state, options = state_of(), SMALL | LINKING | {"fence_deadline": 20}
+    reports = []
+    for number in range(2):
+        done = call({**state, "step": 7}, tmp_path / str(number), **options)
+        reports.append(done if call is ds.save else done.wait())
+        check(tmp_path / str(number), state)
+    assert [report["linked_bytes"] > 0 for report in reports] == [False, True]
 
 
 def test_removing_the_directory_that_wrote_a_file_harms_no_other(linking, tmp_path):
