@@ -65,6 +65,14 @@ def _is_mapping(value: Any) -> bool:
 _mappings: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
+def _is_provider(value: Any) -> bool:
+    return type(value) not in _VALUES and isinstance(value, StateProvider)
+
+
+# What most values are. To look for a protocol's methods takes ten microseconds, and a state may hold 100,000.
+_VALUES = {bool, int, float, str, bytes, type(None), list, tuple, torch.Tensor, torch.nn.Parameter}
+
+
 def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for each value of nested mappings; a name joins the keys that lead to it by dots.
 
@@ -88,7 +96,7 @@ def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
         name = f"{prefix}.{key}" if prefix else str(key)
         if _is_inner(value):
             yield from leaves(value, name)
-        elif not name and isinstance(value, StateProvider):
+        elif not name and _is_provider(value):
             raise MismatchError(
                 f"the state has a {kind_of(value)} under the key '': expected a name for the state provider, "
                 "which its keys begin with; rename the key"
@@ -171,7 +179,7 @@ class NamedState:
     @functools.cached_property
     def _values(self) -> dict[str, Any]:
         values = named_values(self._state)  # here, not in __init__: an error then fails the save on all ranks
-        return {name: value for name, value in values.items() if not isinstance(value, StateProvider)}
+        return {name: value for name, value in values.items() if not _is_provider(value)}
 
     def entries(self) -> Iterator[Tensors | ObjectSource]:
         yield self._tensors()
@@ -199,7 +207,7 @@ def _replace_objects(state: Mapping[Any, Any], read: Callable[[str], Any], prefi
         name = f"{prefix}.{key}" if prefix else str(key)
         if _is_inner(value):
             _replace_objects(value, read, name)
-        elif not isinstance(value, Shard | torch.Tensor | StateProvider):
+        elif not isinstance(value, Shard | torch.Tensor) and not _is_provider(value):
             if not isinstance(state, MutableMapping):
                 raise MismatchError(f"the object {name!r} cannot be restored: its mapping cannot be changed")
             state[key] = read(name)
@@ -238,5 +246,5 @@ def tree_of(
     if type(state) is not dict and isinstance(state, StateProvider):
         return {"": state}
     found: dict[str, StateProvider] = {"": NamedState(state, mutability)}
-    found.update((name, value) for name, value in leaves(state) if isinstance(value, StateProvider))
+    found.update((name, value) for name, value in leaves(state) if _is_provider(value))
     return found

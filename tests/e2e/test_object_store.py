@@ -92,7 +92,7 @@ def test_a_killed_run_resumes_from_what_only_the_near_tier_has(
     far.store.fail(f"PUT .*iter_0000004/{MANIFEST}", UNAVAILABLE)
     killed = pretraining.start(
         # The delay is long enough that the run does not end before it is killed, on a busy machine either.
-        *far.arguments("--step-delay-ms", "1500", steps=12),
+        *far.arguments("--step-delay-ms", "4000", steps=12),
         environment=far.environment,
     )
     killed.job.wait_until(lambda: any("iter_0000004/index-" in name for name in far.names()), 60)
