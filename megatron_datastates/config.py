@@ -211,8 +211,9 @@ class Options:
         _seconds,
         "SECONDS",
         "longest wait for copies, at the start of a save and again at the optimizer step; after that the "
-        "save fails and training goes on. Both together must be less than --distributed-timeout-minutes, "
-        "after which NCCL ends the other ranks (default 240)",
+        "step goes on and the save fails (by default that ends training: --datastates-on-failure). Both "
+        "together must be less than --distributed-timeout-minutes, after which NCCL ends the other ranks "
+        "(default 240)",
     )
     link: bool = _option(
         True,
@@ -225,8 +226,8 @@ class Options:
         "raise",
         _one_of("raise", "warn"),
         "raise|warn",
-        "what a failed asynchronous save does on every rank: raise an error, which ends training, or log a "
-        "warning and train on (default raise)",
+        "what a failed save in Megatron's training loop, and a failed asynchronous one after enable(), does "
+        "on every rank: raise an error, which ends training, or log a warning and train on (default raise)",
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",
