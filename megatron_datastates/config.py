@@ -203,8 +203,8 @@ class Options:
         0,
         _level,
         "LEVEL",
-        "compress everything with zstd of this level, from 1 (fast) to 19 (small), without loss. It pays on "
-        "slow disks only, and the next optimizer step waits until all is compressed (default 0: off)",
+        "compress everything with zstd of this level, from 1 (fast) to 19 (small), without loss. It pays "
+        "off only on slow disks, and the next optimizer step waits until all is compressed (default 0: off)",
     )
     fence_deadline: float = _option(
         240.0,
@@ -266,14 +266,14 @@ class Options:
         _local_directory,
         "DIR",
         "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
-        "first; from there they are brought to --save in the background. Variables such as $TMPDIR are those "
+        "first; from there they are copied to --save in the background. Variables such as $TMPDIR are those "
         "of each node (default: none)",
     )
     near_keep: int = _option(
         1,
         _positive,
         "K",
-        "how many checkpoints the near tier keeps, beside those that are still to be brought to --save "
+        "how many checkpoints the near tier keeps, beside those that are still to be copied to --save "
         "(default 1)",
     )
     near_replicas: int = _option(
@@ -287,14 +287,14 @@ class Options:
         1,
         _positive,
         "N",
-        "bring every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
+        "copy every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
         "near (default 1)",
     )
     drain_limit: int = _option(
         0,
         parse_bytes,
         "SIZE",
-        "while the job trains, bring at most this many bytes a second from the near tier to --save, per node "
+        "while the job trains, copy at most this many bytes a second from the near tier to --save, per node "
         "(default 0: no limit)",
     )
     report_file: str = _option(

@@ -189,7 +189,7 @@ def test_an_outage_is_waited_for_and_reported(
     nodes = FarNodes(tmp_path)
     assert save(nodes, 1) is Outcome.PUBLISHED
     wait_for(lambda: "it is tried again" in caplog.text)
-    assert "was not brought from" in caplog.text and RUN in caplog.text
+    assert "was not copied from" in caplog.text and RUN in caplog.text
     store.heal()
     wait_for((nodes.directory(1) / MANIFEST_NAME).is_file)  # at its end, a job gives up after three attempts
     nodes.close()
