@@ -203,16 +203,17 @@ class Options:
         0,
         _level,
         "LEVEL",
-        "compress everything with zstd of this level, from 1 (fast) to 19 (small), without loss. It pays on "
-        "slow disks only, and the next optimizer step waits until all is compressed (default 0: off)",
+        "compress everything with zstd of this level, from 1 (fast) to 19 (small), without loss. It pays "
+        "off only on slow disks, and the next optimizer step waits until all is compressed (default 0: off)",
     )
     fence_deadline: float = _option(
         240.0,
         _seconds,
         "SECONDS",
         "longest wait for copies, at the start of a save and again at the optimizer step; after that the "
-        "save fails and training goes on. Both together must be less than --distributed-timeout-minutes, "
-        "after which NCCL ends the other ranks (default 240)",
+        "step goes on and the save fails (by default that ends training: --datastates-on-failure). Both "
+        "together must be less than --distributed-timeout-minutes, after which NCCL ends the other ranks "
+        "(default 240)",
     )
     link: bool = _option(
         True,
@@ -225,8 +226,8 @@ class Options:
         "raise",
         _one_of("raise", "warn"),
         "raise|warn",
-        "what a failed asynchronous save does on every rank: raise an error, which ends training, or log a "
-        "warning and train on (default raise)",
+        "what a failed save in Megatron's training loop, and a failed asynchronous one after enable(), does "
+        "on every rank: raise an error, which ends training, or log a warning and train on (default raise)",
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",
@@ -265,14 +266,14 @@ class Options:
         _local_directory,
         "DIR",
         "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
-        "first; from there they are brought to --save in the background. Variables such as $TMPDIR are those "
+        "first; from there they are copied to --save in the background. Variables such as $TMPDIR are those "
         "of each node (default: none)",
     )
     near_keep: int = _option(
         1,
         _positive,
         "K",
-        "how many checkpoints the near tier keeps, beside those that are still to be brought to --save "
+        "how many checkpoints the near tier keeps, beside those that are still to be copied to --save "
         "(default 1)",
     )
     near_replicas: int = _option(
@@ -286,14 +287,14 @@ class Options:
         1,
         _positive,
         "N",
-        "bring every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
+        "copy every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
         "near (default 1)",
     )
     drain_limit: int = _option(
         0,
         parse_bytes,
         "SIZE",
-        "while the job trains, bring at most this many bytes a second from the near tier to --save, per node "
+        "while the job trains, copy at most this many bytes a second from the near tier to --save, per node "
         "(default 0: no limit)",
     )
     report_file: str = _option(

@@ -269,7 +269,7 @@ class Publication:
             self._ended = None  # would remove files that a manifest may name
         said = _UNKNOWN if self._publishing else _NOTHING
         rank, directory = self.collectives.rank, self.save.context.directory
-        self.error = f"the save to {directory} was given up on rank {rank}: {self._why_abandoned}. {said}"
+        self.error = f"the save to {directory} was abandoned on rank {rank}: {self._why_abandoned}. {said}"
         self._end(Outcome.FAILED)
 
     def forget(self) -> None:

@@ -135,7 +135,7 @@ def _load_line(report: Report) -> str:
 
 def _drain_line(report: Report) -> str:
     return (
-        f"datastates: brought {report['bytes'] / 1e6:.1f} MB from near tiers to {report['directory']}, "
+        f"datastates: copied {report['bytes'] / 1e6:.1f} MB from near tiers to {report['directory']}, "
         f"{report['near_ms']:.1f} ms after it was published near; this node copied "
         f"{report['node_bytes'] / 1e6:.1f} MB at {report['node_mb_per_s']:.0f} MB/s"
     )

@@ -90,7 +90,7 @@ def _missing_copies(saves: Sequence[Save]) -> Advice | None:
         "note",
         f"{len(missing)} of {len(found)} saves have no copies on other nodes, or not all",
         f"The last one, at iteration {last.name}: {last.copies.error}. A node that is lost takes along what "
-        "it has not brought to --save.",
+        "it has not copied to --save.",
     )
 
 
@@ -137,10 +137,10 @@ def _slow_drain(saves: Sequence[Save]) -> Advice | None:
     every = math.ceil(needed / (median(filter(None, intervals(saves))) or between)) + 1
     return Advice(
         "slow",
-        "The way from the near tiers to --save takes longer than the interval between checkpoints on it",
+        "Copying from the near tiers to --save takes longer than the interval between checkpoints",
         f"A checkpoint is there {milliseconds(needed * 1000)} after it was published near (median), and the "
-        f"next one to be brought there is published after {milliseconds(between * 1000)}: the near tiers "
-        "fill up. Raise --datastates-drain-limit if it is set, or bring fewer there: "
+        f"next one to be copied there is published after {milliseconds(between * 1000)}: the near tiers "
+        "fill up. Raise --datastates-drain-limit if it is set, or copy fewer there: "
         f"--datastates-drain-every {every}.",
     )
 

@@ -71,7 +71,7 @@ def test_an_interrupted_poll_is_no_success(
         publication.save.fail(OSError("the disk"))
     polled(publication)
     assert publication.wait() is Outcome.FAILED
-    assert "was given up on rank 0: a poll was interrupted by KeyboardInterrupt" in str(publication.error)
+    assert "was abandoned on rank 0: a poll was interrupted by KeyboardInterrupt" in str(publication.error)
     assert "Nothing was published" in str(publication.error)
     assert not (tmp_path / "a" / MANIFEST_NAME).exists()
     assert publication.join(LIMIT_SECONDS) and not data_files(tmp_path / "a")

@@ -380,7 +380,7 @@ def test_a_flipped_bit_in_a_near_file_is_found_before_it_counts(tmp_path: Path) 
     path.write_bytes(data)
     iteration, said = recover(nodes)
     assert iteration is None and not nodes.is_far(3)
-    assert "could not be brought there" in said and "checksum" in said
+    assert "could not be copied there" in said and "checksum" in said
 
 
 def test_a_file_that_is_far_already_need_not_be_near(tmp_path: Path) -> None:

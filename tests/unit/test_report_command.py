@@ -304,7 +304,7 @@ def test_the_drain_is_compared_with_the_interval_of_what_it_brings(
     saves = many(12)
     drain = {"event": "drain", "bytes": 1, "near_ms": drain_ms}
     drains = [drain | {name: save[name] for name in ("save_id", "iteration")} for save in saves[2::3]]
-    text = advice_on(written([*saves, *drains]), "The way from the near tiers")
+    text = advice_on(written([*saves, *drains]), "Copying from the near tiers")
     assert every in text and bool(text) == bool(every)
 
 

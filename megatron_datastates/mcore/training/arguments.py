@@ -152,15 +152,10 @@ def check_object_stores(args: Any) -> None:
     places = {name: _place(args, name) for name in _IN_STORES if getattr(args, name, None)}
     named = [name for name, place in places.items() if is_object(place)]
     if named and not msc_is_enabled():
-        how = (
-            "give --enable-msc, too, and install"
-            if hasattr(args, "enable_msc")
-            else "this release of Megatron has no --enable-msc; 0.16 uses the client wherever that is "
-            "installed, without --disable-msc. Install"
-        )
         raise OptionError(
-            f"{_flag(named[0])} {getattr(args, named[0])} is in an object store: {how} "
-            "multi-storage-client with the extra of the store, such as multi-storage-client[boto3]"
+            f"{_flag(named[0])} {getattr(args, named[0])} is in an object store: give --enable-msc, too "
+            "(before Megatron-Core 0.18: leave out --disable-msc), and install multi-storage-client with the "
+            "extra of the store, such as multi-storage-client[boto3]"
         )
     place = getattr(args, "non_persistent_global_ckpt_dir", None)
     if getattr(args, "non_persistent_ckpt_type", None) == "global":

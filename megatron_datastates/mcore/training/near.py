@@ -100,7 +100,7 @@ def _without_directory(save: str) -> Iterator[None]:
                 raise  # this release writes a file of its own there
             if not _is_out_of_reach:
                 logger.warning(
-                    "%s cannot be made (%s): saves go on in the near tiers, and are brought to --save later",
+                    "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
                     filename,
                     error.strerror,
                 )

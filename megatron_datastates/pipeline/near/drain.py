@@ -184,7 +184,7 @@ class Drain:
         if left:
             logger.warning(
                 "%s: published in the near tiers only; the next job that loads from %s with "
-                "--datastates-near brings the newest one there before it resumes",
+                "--datastates-near copies the newest one there before it resumes",
                 _names(left),
                 left[-1].far.parent,
             )
@@ -265,7 +265,7 @@ class Drain:
             is_given_up = is_lost or (is_ending and save.attempts >= _REPORTED_ATTEMPT)
             if is_given_up or save.attempts == _REPORTED_ATTEMPT:
                 logger.error(
-                    "%s was not brought from %s to %s: %s%s",
+                    "%s was not copied from %s to %s: %s%s",
                     save.name,
                     save.near,
                     save.far,

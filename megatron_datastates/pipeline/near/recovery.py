@@ -216,7 +216,7 @@ class _Recovery:
             if outcome.is_far:
                 self._together(lambda: self._publish(name, plan) if self.rank == publisher else {})
         except SourceError as error:
-            return _Outcome(False, f"could not be brought there from the near tiers: {error}")
+            return _Outcome(False, f"could not be copied there from the near tiers: {error}")
         return outcome
 
     def _bring_files(self, name: str, holders: Mapping[int, Held], publisher: int) -> tuple[_Plan, _Outcome]:
@@ -238,7 +238,7 @@ class _Recovery:
             if not found:
                 break
         tiers = f"{len(holders)} near tier{'s' * (len(holders) != 1)}"
-        text = f"was brought there from {tiers}: {copied} files were missing"
+        text = f"was copied there from {tiers}: {copied} files were missing"
         return plan, _Outcome(
             True, text + (f", {from_copies} of them taken from copies on other nodes" if from_copies else "")
         )
@@ -367,5 +367,5 @@ class _Recovery:
 def _why_left(lost: list[str], damaged: _Damaged) -> str:
     texts = [text for (_, name), text in damaged.items() if name in lost]
     if texts:
-        return f"could not be brought there from the near tiers: {texts[0]}"
+        return f"could not be copied there from the near tiers: {texts[0]}"
     return f"is skipped: no near tier has {some_of(lost, _NAMED)}, nor has its directory"
