@@ -6,9 +6,10 @@ object, what was expected, what was found, and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn, Self
 
@@ -180,6 +181,20 @@ class NativeModuleError(DataStatesError, ImportError):
 
 class MissingPackageError(DataStatesError, ImportError):
     """An optional package is not installed."""
+
+
+@contextlib.contextmanager
+def optional_package(need: str, extra: str) -> Iterator[None]:
+    """Raises MissingPackageError in place of an ImportError in the block.
+
+    Args:
+        need: says what needs which package.
+        extra: of this package; installs that one.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(f"{need} ({error}): pip install 'megatron-datastates[{extra}]'") from error
 
 
 class HookPointError(DataStatesError):

@@ -33,18 +33,14 @@ import torch
 
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.source import Source, SourceTensor
-from megatron_datastates.errors import MissingPackageError
+from megatron_datastates.errors import optional_package
 from megatron_datastates.format.values import element_bytes
 
-try:
+with optional_package("a zarr view needs the package zarr", "zarr"):
     import zarr
     from zarr.abc.buffer import Buffer
     from zarr.buffer import cpu
     from zarr.storage import MemoryStore
-except ImportError as error:
-    raise MissingPackageError(
-        f"a zarr view needs the package zarr ({error}): pip install 'megatron-datastates[zarr]'"
-    ) from error
 
 CHUNK_BYTES = 16 << 20  # the largest chunk
 _DOCUMENT = "zarr.json"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import megatron_datastates as ds
 from benchmarks.peers.contenders import SYNCS_FILES, THREADS, TORCH, Contender, Facts
 from benchmarks.peers.states import BUCKET, State
 from benchmarks.worlds import install_stand_ins
@@ -92,12 +93,13 @@ class Ours(Strategy):
 
         from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 
-        self._inner = TrainingSaveStrategy()
         settings = "lazy copies, default options" if is_async else "default options"
-        super().__init__(Facts(settings, _OURS_SYNCS), self._inner, AsyncCallsQueue() if is_async else None)
+        super().__init__(
+            Facts(settings, _OURS_SYNCS), TrainingSaveStrategy(), AsyncCallsQueue() if is_async else None
+        )
 
     def fence(self) -> None:
-        self._inner.fence()
+        ds.fence()
 
 
 class Cloned(Strategy):

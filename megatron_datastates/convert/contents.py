@@ -174,10 +174,10 @@ def _stored_content(source: Source, key: str) -> Content:
 
 
 def _state_content(state: StateTensor) -> Content:
-    offsets = np.array([p.shard.offset for p in state.pieces], np.int64)
-    shapes = np.array([p.shard.shape for p in state.pieces], np.int64)
     files = {f for p in state.pieces for f in state.checkpoint.index.tensor(p.key).files.tolist()}
-    return Content(state.key, state.dtype, state.global_shape, offsets, shapes, len(files), state.read)
+    return Content(
+        state.key, state.dtype, state.global_shape, state.offsets, state.shapes, len(files), state.read
+    )
 
 
 def convert_dtype(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.Tensor:

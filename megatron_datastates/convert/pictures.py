@@ -18,7 +18,7 @@ from megatron_datastates.convert.drift import Drift
 from megatron_datastates.convert.parts import is_layer, place_of, place_order
 from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.trend import Point, Trend
-from megatron_datastates.errors import MissingPackageError
+from megatron_datastates.errors import optional_package
 
 _WIDTH_INCHES = {2: 11, 3: 15}  # by columns
 _PANEL_INCHES = 2.1
@@ -34,13 +34,8 @@ _LONG = 44  # characters of a name in the title
 
 def require_plotting() -> Any:
     """Returns the module matplotlib.figure. Raises MissingPackageError if matplotlib is not installed."""
-    try:
+    with optional_package("a plot needs matplotlib, which cannot be imported", "plot"):
         return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"a plot needs matplotlib, which cannot be imported ({error}): "
-            "pip install 'megatron-datastates[plot]'"
-        ) from error
 
 
 def plot_drift(found: Difference, names: tuple[str, str], target: Path) -> None:

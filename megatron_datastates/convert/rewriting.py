@@ -120,7 +120,7 @@ class _OwnFiles(Rewriting):
         self._old = source.checkpoint.manifest
         self.names = [file.name for file in self._old.files]
         self.beside = [self._old.index.name]
-        self.contents = _contents_of_own(source)
+        self.contents = source.stored_by_file()
         self._sink: DataStatesSink | None = None
 
     def new_name(self, number: int) -> str:
@@ -185,22 +185,6 @@ class _OwnFiles(Rewriting):
     def close(self) -> None:
         if self._sink is not None:
             self._sink.close()
-
-
-def _contents_of_own(source: DataStatesSource) -> list[RankContents]:
-    index, places = source.checkpoint.index, defaultdict[int, list[tuple[bool, int, str, int]]](list)
-    for key, entry in index.tensors.items():
-        found = zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
-        for n, (file, at) in enumerate(found):
-            places[file].append((entry.encoded, at, key, n))
-    return [
-        RankContents(
-            [(key, n) for *_, key, n in sorted(places[file])],
-            [key for key, place in index.objects.items() if place == file],
-            [key for key, place in index.streams.items() if place == file],
-        )
-        for file in range(len(source.checkpoint.manifest.files))
-    ]
 
 
 class _DcpFiles(Rewriting):

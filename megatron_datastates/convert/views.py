@@ -15,8 +15,8 @@ from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Slice, Source, SourceTensor, fragment_with
 from megatron_datastates.errors import FormatError
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor, has_optimizer_maps
-from megatron_datastates.plan.boxes import contiguous_strides, intersect
+from megatron_datastates.pipeline.loading.optimizer import BucketStates, has_optimizer_maps
+from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.reads import ScheduledRead
 
 if TYPE_CHECKING:
@@ -65,15 +65,19 @@ class ByParameter:
         return self._states.buckets
 
     def read_tensors(self, slices: Sequence[Slice]) -> list[torch.Tensor]:
+        import torch
+
         stored = iter(self._stored.read_tensors([one for one in slices if one[0] not in self._states]))
         found, scheduled = [], []
         for key, offset, shape in slices:
             if key not in self._states:
                 found.append(next(stored))
                 continue
-            target, reads = _plan(self._states[key], offset, shape)
+            state = self._states[key]
+            target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype, key))
+            reads = state.plan(offset, shape, contiguous_strides(shape), has_holes=True)
             found.append(target)
-            scheduled += reads
+            scheduled += [ScheduledRead(part, target.data_ptr()) for part in reads]
         self._stored.checkpoint.read(scheduled, self._stored.reader())
         return found
 
@@ -91,24 +95,6 @@ class ByParameter:
         fragment = line.fragment(begin * line.item, piece.key)
         at = int(line.file_offsets[fragment]) + begin * line.item - int(line.starts[fragment])
         return f"{line.files[fragment]:09d}", at
-
-
-def _plan(
-    state: StateTensor, offset: Sequence[int], shape: Sequence[int]
-) -> tuple[torch.Tensor, list[ScheduledRead]]:
-    import torch
-
-    target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype, state.key))
-    strides, reads = contiguous_strides(shape), []
-    for piece in state.pieces:
-        common = intersect(piece.shard.offset, piece.shard.shape, offset, shape)
-        if common is None:
-            continue
-        at, lengths = common
-        within = sum((a - o) * stride for a, o, stride in zip(at, offset, strides, strict=True))
-        address = target.data_ptr() + within * target.itemsize
-        reads += [ScheduledRead(part, address) for part in state.plan(at, lengths, strides)]
-    return target, reads
 
 
 def view(source: Source) -> Tensors:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import native
 from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.engine.tail import contiguous_copies
 from megatron_datastates.format.values import ALIGNMENT
 
 _PASSED_BYTES = MIB  # what is at least as long is passed to the engine where it is, without a copy
@@ -107,28 +108,20 @@ class StreamedFile:
         ends = self._end + np.cumsum(sizes, dtype=np.uint64)
         begin, self._end = self._end, int(ends[-1])
         assert (self._end - begin) % ALIGNMENT == 0, "the next buffer would start at an unaligned offset"
-        columns: dict[str, Any] = {
-            "sources": np.array([buffer.ctypes.data for buffer in buffers], np.uint64),
-            "bytes": sizes,
-            "offsets": ends - sizes,
-            "row_bytes": sizes,
-            "row_steps": sizes,
-            "storages": np.zeros(len(buffers), np.uint64),
-        }
-        flags = np.full(len(buffers), native.EAGER_FLAG, np.uint8)
+        addresses = [buffer.ctypes.data for buffer in buffers]
+        copies = contiguous_copies(addresses, sizes, ends - sizes, native.EAGER_FLAG)
         if self._job is None:
             with native.errors_for_users():
                 self._job = self._engine.native.start(
                     path=str(self._path),
                     reserve_bytes=self._total_bytes,
                     end=self._end,
-                    flags=flags,
                     stream=0,
                     lazy_seconds=0.0,
-                    **columns,
+                    **copies,
                 )
         else:
-            self._engine.native.append(job=self._job, begin=begin, end=self._end, flags=flags, **columns)
+            self._engine.native.append(job=self._job, begin=begin, end=self._end, **copies)
         for milestone in (native.Milestone.STAGED, native.Milestone.APPENDED):
             self._wait(self._job, milestone)
 
@@ -149,9 +142,7 @@ class StreamedFile:
         """Cancels the file, waits until nothing is in flight, and removes it."""
         if self._job is not None:
             self._job.cancel("the conversion was abandoned")
-            while not self._job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
-                pass
-            self._job.remove()
+            self._engine.remove(self._job)
             self._job = None
 
     def _wait(self, job: native.SaveJob, milestone: native.Milestone) -> None:

@@ -23,6 +23,15 @@ from megatron_datastates.plan.layout import align_up
 _MOST_CHUNK_BYTES = 4 << 20
 
 
+def contiguous_copies(
+    addresses: npt.ArrayLike, sizes: npt.ArrayLike, offsets: npt.ArrayLike, flag: int = 0
+) -> dict[str, Any]:
+    """Returns arguments of `start` and `append`: copies from host memory, each in one piece."""
+    sources, rows, places = (np.asarray(column, np.uint64) for column in (addresses, sizes, offsets))
+    columns = {"sources": sources, "bytes": rows, "offsets": places, "row_bytes": rows, "row_steps": rows}
+    return columns | {"storages": np.zeros_like(rows), "flags": np.full(len(rows), flag, np.uint8)}
+
+
 class TailWriter:
     """Writes the tail of one data file. Used by one thread at a time.
 
@@ -95,18 +104,11 @@ class TailWriter:
     def _append(self, size: int) -> None:
         assert self._chunk is not None
         self._await_slot()
-        bytes_ = np.array([size], np.uint64)
         self._engine.append(
             job=self._job,
             begin=self._chunk_at,
             end=self._chunk_at + size,
-            sources=np.array([self._chunk.ctypes.data], np.uint64),
-            bytes=bytes_,
-            offsets=np.array([self._chunk_at], np.uint64),
-            row_bytes=bytes_,
-            row_steps=bytes_,
-            storages=np.zeros(1, np.uint64),
-            flags=np.zeros(1, np.uint8),
+            **contiguous_copies([self._chunk.ctypes.data], [size], [self._chunk_at]),
         )
         self._chunk, self._appended = self._appended, self._chunk
         self._chunk_at += size

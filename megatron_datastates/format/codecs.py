@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_datastates.errors import CorruptDataError, MissingPackageError
+from megatron_datastates.errors import CorruptDataError, optional_package
 
 FRAME_BYTES = 1 << 20  # logical bytes of each frame but the last
 NONE, ZSTD, PLANES = 0, 1, 2
@@ -126,11 +126,8 @@ def _context(kind: str, make: Any) -> Any:
 @functools.cache
 def require_zstandard() -> Any:
     """Returns the module zstandard. Raises MissingPackageError if it is not installed."""
-    try:
+    with optional_package(
+        "compressed data needs the package zstandard, which cannot be imported", "compress"
+    ):
         import zstandard
-    except ImportError as error:
-        raise MissingPackageError(
-            f"compressed data needs the package zstandard, which cannot be imported ({error}): "
-            "pip install 'megatron-datastates[compress]'"
-        ) from error
     return zstandard

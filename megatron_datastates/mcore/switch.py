@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import ENVIRONMENT_PREFIX, is_switched_on
-from megatron_datastates.mcore.save.overwriting import only_of_old_ones
 
 logger = logging.getLogger(__name__)
 VARIABLE = ENVIRONMENT_PREFIX + "ENABLE"
@@ -27,10 +26,6 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        with only_of_old_ones(lambda: str(signature.bind(*args, **kwargs).arguments["checkpoint_dir"])):
-            return save_in_our_format(*args, **kwargs)
-
-    def save_in_our_format(*args: Any, **kwargs: Any) -> Any:
         if not is_switched_on():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)

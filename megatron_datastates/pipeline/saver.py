@@ -93,10 +93,6 @@ class SaveSession:
         self._ordinal += 1
         return SaveId(self._run_id, self._ordinal)
 
-    def is_next(self, save_id: SaveId) -> bool:
-        """Returns whether the next save has this id; False before the first one."""
-        return save_id == SaveId(self._run_id or 0, self._ordinal + 1)
-
 
 class Saver:
     """Starts saves with one set of options. Threads take turns (polls.Turn)."""

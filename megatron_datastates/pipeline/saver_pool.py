@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.staging import engine_options
-from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 
 _KEPT_IDLE = 4  # savers without unfinished saves: of those with engines of their own, and of the others
@@ -40,11 +39,6 @@ def saver_for(options: Options) -> Saver:
     if not _sessions:
         _sessions.append(SaveSession())
     return kept_saver(Saver, options, _sessions[0])
-
-
-def begins_next(save_id: SaveId) -> bool:
-    """Returns whether a save is the next one that this process begins; other ranks may have begun it."""
-    return any(session.is_next(save_id) for session in _sessions)
 
 
 def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> AnySaver:

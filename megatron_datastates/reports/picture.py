@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from megatron_datastates.errors import MissingPackageError
+from megatron_datastates.errors import optional_package
 from megatron_datastates.reports.advice import milliseconds, size
 from megatron_datastates.reports.reading import Save
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds
@@ -49,14 +49,9 @@ _SVG = "http://www.w3.org/2000/svg"
 
 def require_matplotlib() -> Any:
     """Returns the module matplotlib. Raises MissingPackageError if it is not installed."""
-    try:
+    with optional_package("a picture needs matplotlib, which cannot be imported", "plot"):
         importlib.import_module("matplotlib.figure")
         return importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"a picture needs matplotlib, which cannot be imported ({error}): "
-            "pip install 'megatron-datastates[plot]'"
-        ) from error
 
 
 def draw(saves: Sequence[Save], title: str) -> Any:

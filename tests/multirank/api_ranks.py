@@ -244,7 +244,7 @@ def fresh_bytes(root: str, folder: str) -> None:
         sharded = state(value)
         addresses.add(sharded["weight"].data.data_ptr())
         save(Path(root, str(value)), sharded, strategy, "async" if value % 2 else "sync")
-        strategy.fence()
+        fences.fence()
         del sharded, spoiled
     for value in range(4):
         assert_loads(Path(root, str(value)), value)
@@ -301,7 +301,7 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
         held = [
             str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in os.listdir("/proc/self/fd") if _exists(fd)
         ]
-        strategy.fence()  # the save is the parent's: nothing to wait for
+        fences.fence()  # the save is the parent's: nothing to wait for
         os._exit(any(name.startswith(directory) for name in held))
     _, status = os.waitpid(child, 0)
     request.execute_sync()

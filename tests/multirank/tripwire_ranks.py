@@ -7,6 +7,7 @@ import torch
 from megatron.core import dist_checkpointing
 from saving_rank import assert_loads, failure_of, join, make_directory, report, save, state
 
+import megatron_datastates as ds
 from megatron_datastates.config import Options
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore import DataStatesSaveStrategy
@@ -48,7 +49,7 @@ def save_untouched(directory: str, options: dict[str, bool], folder: str) -> Non
             sharded, str(Path(directory, str(value))), strategy, async_sharded_save=True
         )
         weight = sharded["weight"].data
-        strategy.fence()
+        ds.fence()
         ctypes.memset(weight.data_ptr(), 0xFF, weight.nbytes)
         request.execute_sync()
         assert_loads(Path(directory, str(value)), value)

@@ -1,4 +1,4 @@
-"""What prepared saves rely on with optimizers that store their state by parameter.
+"""What prepared saves rely on with Megatron's optimizers, most of which store their state by parameter.
 
 Megatron's own classes, without their constructors, which need CUDA. Real loops:
 tests/e2e/test_prepared_optimizers.py.
@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -91,6 +91,25 @@ def chain_of(*optimizers: Any, cls: type = ChainedOptimizer) -> Any:
 
 def layer_wise(*optimizers: Any) -> Any:
     return chain_of(*optimizers, cls=LayerWiseDistributedOptimizer)
+
+
+class Bucket(SimpleNamespace):
+    """A bucket or a buffer: an object that can be referred to weakly."""
+
+
+def distributed(model: torch.nn.Module) -> Any:
+    """Returns a distributed optimizer of one bucket and one group, as far as a survey looks at it."""
+    params = list(model.parameters())
+    bucket = Bucket(grad_data=torch.zeros(8), numel_unpadded=7)
+    ranges = {param: {"gbuf_local": Range(0, param.numel())} for param in params}
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.optimizer, optimizer.is_stub_optimizer = torch.optim.Adam(params), False
+    optimizer.buffers, optimizer.gbuf_ranges = [Bucket(buckets=[bucket])], [{"fp32": [{"param_map": ranges}]}]
+    optimizer.model_param_group_index_map = {param: (0, at) for at, param in enumerate(params)}
+    optimizer.per_bucket_numel = [{(torch.float32, torch.float32): [8]}]
+    optimizer.per_bucket_numel_unpadded = [{(torch.float32, torch.float32): [7]}]
+    optimizer.data_parallel_group_idx, optimizer.data_parallel_group = 0, object()
+    return optimizer
 
 
 def make_model() -> torch.nn.Module:
@@ -176,6 +195,11 @@ def first_state(optimizer: Any) -> dict[str, Any]:
     return found
 
 
+def first_ranges(optimizer: Any) -> dict[Any, Any]:
+    found: dict[Any, Any] = optimizer.gbuf_ranges[0]["fp32"][0]["param_map"]
+    return found
+
+
 def split_group(optimizer: Any) -> None:
     groups = optimizer.optimizer.param_groups
     groups.append(groups[0] | {"params": [groups[0]["params"].pop()]})
@@ -209,12 +233,29 @@ CHANGES_OF_MAIN_PARAMETERS: list[Callable[[Any], object]] = [
     lambda one: one.fp32_from_fp32_groups[0].append(one.float16_groups[0].pop()),
     lambda one: one.fp32_from_float16_groups[0][0].resize_(1),
 ]
+CHANGES_OF_BUCKETS: list[Callable[[Any], object]] = [
+    lambda one: setattr(one, "get_parameter_state_dp_reshardable", lambda: {}),
+    lambda one: one.buffers.append(Bucket(buckets=[])),
+    lambda one: one.buffers.__setitem__(0, copy.copy(one.buffers[0])),
+    lambda one: one.buffers[0].buckets.__setitem__(0, copy.copy(one.buffers[0].buckets[0])),
+    lambda one: setattr(one.buffers[0].buckets[0], "grad_data", torch.zeros(16)),
+    lambda one: setattr(one.buffers[0].buckets[0], "numel_unpadded", 8),
+    lambda one: first_ranges(one).popitem(),
+    lambda one: next(iter(first_ranges(one).values())).update(gbuf_local=Range(1, 2)),
+    lambda one: one.model_param_group_index_map.update({next(iter(first_ranges(one))): (0, 5)}),
+    lambda one: setattr(one, "data_parallel_group_idx", 1),
+    lambda one: setattr(one, "data_parallel_group", object()),
+    lambda one: setattr(one, "distributed_optimizer_instance_id", 1),
+    lambda one: setattr(one, "per_bucket_numel", [{(torch.float32, torch.float32): [9]}]),
+    lambda one: next(iter(one.per_bucket_numel_unpadded[0].values())).append(1),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "change"),
     [(fp32, change) for change in CHANGES]
-    + [(float16, change) for change in [*CHANGES, *CHANGES_OF_MAIN_PARAMETERS]],
+    + [(float16, change) for change in [*CHANGES, *CHANGES_OF_MAIN_PARAMETERS]]
+    + [(distributed, change) for change in [*CHANGES, *CHANGES_OF_BUCKETS]],
 )
 def test_a_survey_notices_every_change_of_an_optimizer(
     kind: Callable[..., Any], change: Callable[[Any], object]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,19 +137,27 @@ class DataStatesSource(Source):
     def check_other(self, name: str) -> None:
         self.checkpoint.read_other(name)
 
-    def stored_by_rank(self) -> list[RankContents]:
-        index, ranks = self.checkpoint.index, [file.rank for file in self.checkpoint.manifest.files]
-        places: dict[int, list[tuple[int, bool, int, str, int]]] = defaultdict(list)
+    def stored_by_file(self) -> list[RankContents]:
+        """Returns what each data file holds, in the order of its bytes."""
+        index, files = self.checkpoint.index, self.checkpoint.manifest.files
+        places: list[list[tuple[bool, int, str, int]]] = [[] for _ in files]
         for key, entry in index.tensors.items():
-            for n, (file, at) in enumerate(
-                zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
-            ):
-                places[ranks[file]].append((file, entry.encoded, at, key, n))
-        tails: dict[int, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-        for kind, keys in enumerate((index.objects, index.streams)):
-            for key, file in keys.items():
-                tails[ranks[file]][kind].append(key)
-        return [
-            RankContents([(key, n) for *_, key, n in sorted(places[rank])], *tails[rank])
-            for rank in sorted({*places, *tails})
-        ]
+            found = zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
+            for n, (file, at) in enumerate(found):
+                places[file].append((entry.encoded, at, key, n))
+        contents = [RankContents([(key, n) for *_, key, n in sorted(place)], []) for place in places]
+        for key, file in index.objects.items():
+            contents[file].objects.append(key)
+        for key, file in index.streams.items():
+            contents[file].streams.append(key)
+        return contents
+
+    def stored_by_rank(self) -> list[RankContents]:
+        found: dict[int, RankContents] = {}
+        for file, one in zip(self.checkpoint.manifest.files, self.stored_by_file(), strict=True):
+            if one.fragments or one.objects or one.streams:
+                rank = found.setdefault(file.rank, RankContents([], []))
+                rank.fragments.extend(one.fragments)
+                rank.objects.extend(one.objects)
+                rank.streams.extend(one.streams)
+        return [found[rank] for rank in sorted(found)]

@@ -39,9 +39,9 @@ from megatron_datastates.convert.sources.source import FragmentRange, RankConten
 from megatron_datastates.errors import (
     FormatError,
     MissingKeyError,
-    MissingPackageError,
     StorageError,
     UnsupportedFormatError,
+    optional_package,
 )
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
 from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
@@ -51,17 +51,14 @@ from megatron_datastates.plan.boxes import checked_slice
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource, deserialize
 
-try:
+with optional_package(
+    "checkpoints of --ckpt-format zarr need the package zarr, which cannot be imported", "zarr"
+):
     import zarr
     from zarr.abc.buffer import Buffer, BufferPrototype
     from zarr.abc.store import ByteRequest
     from zarr.buffer import cpu
     from zarr.storage import LocalStore
-except ImportError as error:
-    raise MissingPackageError(
-        f"checkpoints of --ckpt-format zarr need the package zarr, which cannot be imported ({error}): "
-        "pip install 'megatron-datastates[zarr]'"
-    ) from error
 
 _ARRAY_NAME = ".zarray"
 _MOST_CHUNKS_MISSING = 1 << 20  # of an incomplete array whose chunks are listed anyway

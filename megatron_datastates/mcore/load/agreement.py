@@ -301,71 +301,85 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        if not may_be_ours(call.arguments["checkpoint_dir"]):
-            # Megatron's training loop asks for what is stored, so that there is nothing to restate.
-            return original(*args, **kwargs) if state.current().in_training_loop else load_elsewhere(call)
+        return _LoadCall(original, call).run()
+
+    return load
+
+
+class _LoadCall:
+    """One call of `dist_checkpointing.load`."""
+
+    def __init__(self, original: Callable[..., Any], call: inspect.BoundArguments) -> None:
+        self._original, self._call, self._arguments = original, call, call.arguments
+        self._directory = call.arguments["checkpoint_dir"]
+
+    def run(self) -> Any:
+        if not may_be_ours(self._directory):
+            return self._load_elsewhere()
         from megatron_datastates.pipeline.load_report import reported_load
 
         # Reported once all ranks have agreed on whether it failed.
         with (
-            reported_load(call.arguments["checkpoint_dir"], state.current().options) as tracker,
+            reported_load(self._directory, state.current().options) as tracker,
             state.opened(tracker=tracker),
         ):
-            return load_together(call)
+            return self._load_together()
 
-    def load_elsewhere(call: inspect.BoundArguments) -> Any:
+    def _load_elsewhere(self) -> Any:
+        if state.current().in_training_loop:  # it asks for what is stored: there is nothing to restate
+            return self._start()
         from megatron_datastates.mcore.load import optimizer_elsewhere
 
-        with optimizer_elsewhere.explaining(call.arguments):
-            restated = optimizer_elsewhere.restated_where_needed(call.arguments)
-            return started(call, restated) if restated else original(*call.args, **call.kwargs)
+        with optimizer_elsewhere.explaining(self._arguments):
+            restated = optimizer_elsewhere.restated_where_needed(self._arguments)
+            return self._start_restated(restated) if restated else self._start()
 
-    def started(call: inspect.BoundArguments, restated: Any) -> Any:
+    def _start(self) -> Any:
+        return self._original(*self._call.args, **self._call.kwargs)
+
+    def _start_restated(self, restated: Any) -> Any:
         if restated is not None:
-            call.arguments["sharded_state_dict"] = restated.request
+            self._arguments["sharded_state_dict"] = restated.request
         with state.opened(restated=restated):
-            return original(*call.args, **call.kwargs)
+            return self._start()
 
-    def load_together(call: inspect.BoundArguments) -> Any:
-        agreement = _agreement_of(call.arguments)
+    def _load_together(self) -> Any:
+        agreement = _agreement_of(self._arguments)
         if agreement is None:
-            return load_restated(call, None)
+            return self._load_restated(None)
         with agreement.sharing_failures():
             problem: Exception | None = None
-            if call.arguments.get("verify_integrity"):  # since 0.19
-                call.arguments["verify_integrity"] = False
+            if self._arguments.get("verify_integrity"):  # since 0.19
+                self._arguments["verify_integrity"] = False
                 try:
                     agreement.verify_files()
                 except Exception as error:
                     problem = error
-            return load_restated(call, agreement, problem)
+            return self._load_restated(agreement, problem)
 
-    def load_restated(
-        call: inspect.BoundArguments, agreement: Agreement | None, problem: Exception | None = None
-    ) -> Any:
+    def _load_restated(self, agreement: Agreement | None, problem: Exception | None = None) -> Any:
         """Loads what is asked for, or restated; raises `problem`, of this rank, where all ranks expect it."""
         from megatron_datastates.mcore.load import optimizer_layout
 
         together = None
-        if agreement is not None and _compares_keys(call.arguments):
+        if agreement is not None and _compares_keys(self._arguments):
             together = functools.partial(agreement.any, problem=problem)
         elif problem is not None:
             raise problem
         restores = state.current().restores_providers
         with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
-            loaded = started(call, optimizer_layout.restated_where_needed(call.arguments, together))
-        if restores() and is_ours(call.arguments["checkpoint_dir"]):
-            restore_from(call.arguments["checkpoint_dir"])
+            restated = optimizer_layout.restated_where_needed(self._arguments, together)
+            loaded = self._start_restated(restated)
+        if restores() and is_ours(self._directory):
+            self._restore_providers()
         return loaded
 
-    def restore_from(directory: str | os.PathLike[str]) -> None:
+    def _restore_providers(self) -> None:
         from megatron_datastates.mcore.errors import load_errors
         from megatron_datastates.mcore.load.restoring import restore_registered
 
         with load_errors():
-            restore_registered(open_checkpoint(directory))
-
-    return load
+            restore_registered(open_checkpoint(self._directory))
 
 
 def _compares_keys(arguments: dict[str, Any]) -> bool:

@@ -120,22 +120,24 @@ class Preparation:
         self._conditions = _conditions(call)
         self.rank, _ = self._conditions[-1]
         self._survey = Survey(call["model"], call["optimizer"])
+        # Of the full save, and of prepared ones after it:
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._states: set[int] = set()  # ids of the other optimizers
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
         self._extra_states: list[ExtraStates] = []  # by model chunk
-        self._empty: dict[str, None] = {}  # keys of objects without a value, of a full save
-        self._left_out: set[str] = set()  # during a prepared save: keys of objects in no state dict
-        self._leaves_out = False
+        self._empty: dict[str, None] = {}  # keys of objects without a value
         self._rows: list[Row] = []  # of each stored tensor
         self._columns = Tensors()  # without its tensors
         self._facts: Facts | None = None  # of the tensors as they were stored
         self._classified: Any = None  # what the mutability depends on
-        self._current: Found | None = None  # during a prepared save: the tensors of the survey
-        self._frees = 0  # calls that had freed memory by then
-        self._used: set[int] = set()
         self.is_complete = False
-        self.is_taken = False  # during a prepared save: its tensors went to a strategy
+        # Of one prepared save:
+        self._used: set[int] = set()  # what Megatron has asked for: numbers of chunks, ids of optimizers
+        self._left_out: set[str] = set()  # keys of objects in no state dict
+        self._leaves_out = False
+        self._current: Found | None = None  # the tensors of the survey
+        self._frees = 0  # calls that had freed memory by then
+        self.is_taken = False  # its tensors went to a strategy
 
     # -- a full save ------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.parallel import parallel_sizes
@@ -108,10 +107,6 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
         raise_if_failed(publication, publication.wait())
-
-    def fence(self) -> None:
-        """Waits until all memory that saves were reading may be changed. See mcore.fence."""
-        fences.fence()
 
     def _extras(self) -> PublicationExtras:
         own = (COMMON_FILE,) if versions.installed().writes_common_file else ()

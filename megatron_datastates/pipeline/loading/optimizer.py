@@ -85,13 +85,20 @@ class StateTensor:
     lines: dict[str, Line] = dataclasses.field(repr=False)  # by bucket's tensor, as far as known
 
     def sources(
-        self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+        self,
+        offset: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        has_holes: bool = False,
     ) -> list[BucketBox]:
         """Returns where a slice (all of it by default) lies in the checkpoint's buckets.
 
+        Args:
+            has_holes: the slice may have elements without state.
+
         Raises:
             MismatchError: the slice leaves the tensor.
-            FormatError: the slice has elements without state.
+            FormatError: the slice has elements without state, and not `has_holes`.
         """
         offset, shape = checked_slice(self.key, self.global_shape, offset, shape)
         found = []
@@ -106,7 +113,7 @@ class StateTensor:
             begin = piece.begin + shard.start + within
             found.append(BucketBox(piece.key, begin, lengths, shard.strides, target))
         stored, whole = sum(math.prod(box.shape) for box in found), math.prod(shape)
-        if stored < whole:
+        if stored < whole and not has_holes:
             raise FormatError(
                 f"{self.key!r} has holes: {stored} of {whole} elements are stored; the rest has no optimizer "
                 "state, because it was frozen or a map is missing"
@@ -155,17 +162,21 @@ class StateTensor:
         return frozenset(files), first
 
     def plan(
-        self, offset: Sequence[int], shape: Sequence[int], target_strides: Sequence[int]
+        self,
+        offset: Sequence[int],
+        shape: Sequence[int],
+        target_strides: Sequence[int],
+        *,
+        has_holes: bool = False,
     ) -> list[BoxReads | FramedBox]:
         """Plans to read a slice to memory with these strides (elements), each element in place.
 
         Raises:
-            MismatchError: the slice leaves the tensor.
-            FormatError: a part of a bucket is not stored, or stored twice.
+            As `sources`, and FormatError: a part of a bucket is not stored, or stored twice.
         """
         item = torch_dtype(self.dtype, self.key).itemsize
         reads: list[BoxReads | FramedBox] = []
-        for box in self.sources(offset, shape):
+        for box in self.sources(offset, shape, has_holes=has_holes):
             shift = item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True))
             line = self.line(box.key)
             for part in plan_strided(line, box.key, box.begin, box.shape, box.strides, target_strides):

@@ -46,36 +46,6 @@ class PollableResult(PendingResult[T_co], Protocol[T_co]):
         ...
 
 
-class Event(Protocol):
-    """A place on the stream of a device."""
-
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def is_over(self) -> bool: ...
-
-
-class Transport(Protocol):
-    """Where tensors lie that the world's backend works on, and the way to there and back."""
-
-    def empty(self, count: int) -> torch.Tensor:
-        """Allocates bytes on the device."""
-        ...
-
-    def pinned(self, count: int) -> torch.Tensor:
-        """Allocates bytes of host memory that the device can copy from and to."""
-        ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy between the two."""
-        ...
-
-    def clear(self, target: torch.Tensor) -> None:
-        """Enqueues setting memory on the device to zero."""
-        ...
-
-    def event(self) -> Event: ...
-
-
 class Collectives:
     """What a save needs of torch.distributed; works alone where that is not initialized.
 
@@ -105,7 +75,7 @@ class Collectives:
         return torch.device("cuda", torch.cuda.current_device())
 
     @classmethod
-    def _transport(cls) -> Transport | None:
+    def _transport(cls) -> HostTransport | None:
         """Returns what moves data to and from the backend's device; None for one that uses host memory."""
         device = cls._device()
         return None if device.type == "cpu" else CudaTransport(device)
@@ -282,35 +252,46 @@ def _bytes_of(found: torch.Tensor) -> bytes:
     return found.numpy().tobytes()
 
 
-class HostTransport:
-    """Does at once what a device does later."""
+class Event:
+    """A place on the stream of a device; on the host, which has none, it is over at once."""
 
-    def empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8)
-
-    pinned = empty
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def clear(self, target: torch.Tensor) -> None:
-        target.zero_()
-
-    def event(self) -> Event:
-        return _NoEvent()
-
-
-class _NoEvent:
     def record(self) -> None:
         pass
 
-    synchronize = record
+    def synchronize(self) -> None:
+        pass
 
     def is_over(self) -> bool:
         return True
 
 
-class CudaTransport:
+class HostTransport:
+    """Where tensors lie that the world's backend works on, and the way to there and back.
+
+    Here both are host memory, and all is done at once that a device does later.
+    """
+
+    def empty(self, count: int) -> torch.Tensor:
+        """Allocates bytes on the device."""
+        return torch.empty(count, dtype=torch.uint8)
+
+    def pinned(self, count: int) -> torch.Tensor:
+        """Allocates bytes of host memory that the device can copy from and to."""
+        return self.empty(count)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy between the two."""
+        target.copy_(source, non_blocking=True)
+
+    def clear(self, target: torch.Tensor) -> None:
+        """Enqueues setting memory on the device to zero."""
+        target.zero_()
+
+    def event(self) -> Event:
+        return Event()
+
+
+class CudaTransport(HostTransport):
     """Enqueues on the current stream, and never synchronizes it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -322,17 +303,11 @@ class CudaTransport:
     def pinned(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def clear(self, target: torch.Tensor) -> None:
-        target.zero_()
-
     def event(self) -> Event:
         return _CudaEvent(self._device)
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     """Sets the device before it looks: a thread that never did would open a context on the first one."""
 
     def __init__(self, device: torch.device) -> None:
@@ -376,7 +351,7 @@ class _OnHost(Generic[T]):
 class _Memory:
     """Serves one collective call at a time, from its start until its result was read."""
 
-    def __init__(self, transport: Transport, count: int) -> None:
+    def __init__(self, transport: HostTransport, count: int) -> None:
         self.on_host, self.on_device = transport.pinned(count), transport.empty(count)
         self.done = transport.event()
 

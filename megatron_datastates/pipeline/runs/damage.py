@@ -39,21 +39,29 @@ class OpenFiles(Protocol):
 
 def what_rank_wrote(manifest: Manifest, index: Index, file: int) -> str:
     """Names the rank of a data file, and keys of what is in it."""
-    tensors = (key for key, entry in _readable_tensors(index) if file in entry.files)
+    tensors = (key for key, entry in readable_tensors(index) if file in entry.files)
     others = (
         key for places in (index.objects, index.streams) for key, holder in places.items() if holder == file
     )
     return f"Rank {manifest.files[file].rank} wrote {_listed([*tensors, *others])} to it"
 
 
-def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
-    """Yields tensors whose entries can be read: a bad entry must not hide what a message says of others."""
+def readable_tensors(
+    index: Index, errors: dict[str, DataStatesError] | None = None
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields tensors whose entries can be read: a bad entry must not hide what a message says of others.
+
+    Args:
+        errors: gets those of the others.
+    """
     with contextlib.suppress(DataStatesError):  # one read of the index, not one for each key
         index.preload(index.tensors)
     for key in index.tensors:
         try:
             entry = index.tensors[key]
-        except DataStatesError:
+        except DataStatesError as error:
+            if errors is not None:
+                errors[key] = error
             continue
         yield key, entry
 
@@ -93,15 +101,15 @@ def keys_in_blocks(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) -> l
     """Returns the names of tensors, objects and streams with bytes in these blocks of a data file."""
     bad, footer = np.array(sorted(blocks), np.int64), checkpoint.footer(file)
     found = []
-    for key, entry in _readable_tensors(checkpoint.index):
+    for key, entry in readable_tensors(checkpoint.index):
         mine = entry.files == file
         starts, sizes = stored_extents(
             entry.file_offsets[mine], entry.file_bytes[mine], entry.encoded, footer
         )
-        if _touches(starts, starts + sizes, bad):
+        if touches(starts, starts + sizes, bad):
             found.append(key)
     for one in footer.entries:
-        if one.name and _touches(np.array([one.offset]), np.array([one.offset + one.stored_bytes]), bad):
+        if one.name and touches(one.offset, one.offset + one.stored_bytes, bad):
             found.append(one.name)
     return found
 
@@ -164,7 +172,8 @@ def _listed(keys: Sequence[str]) -> str:
     return some_of([repr(key) for key in keys], _MOST_NAMED) or "no tensor"
 
 
-def _touches(starts: np.ndarray, ends: np.ndarray, blocks: np.ndarray) -> bool:
+def touches(starts: np.ndarray | int, ends: np.ndarray | int, blocks: np.ndarray) -> bool:
+    """Returns whether bytes from `starts` to `ends` lie in any of the blocks, which are sorted."""
     first = np.searchsorted(blocks, starts // BLOCK_BYTES)
     last = np.searchsorted(blocks, (ends - 1) // BLOCK_BYTES, side="right")
-    return bool(((last > first) & (ends > starts)).any())
+    return bool(np.any((last > first) & (ends > starts)))

@@ -6,7 +6,7 @@ them. Their errors name no key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_datastates.errors import DataStatesError, MismatchError
 from megatron_datastates.pipeline.saving.plans import Plans, tail_items
@@ -18,48 +18,26 @@ def with_key(error: Exception, state: Collected) -> Exception:
     """Returns the error of planning a state with the key of the first entry that cannot be planned alone."""
     if isinstance(error, DataStatesError | MemoryError):
         return error
-    sources = list(state.tensors.sources())
-    found = _first(len(sources), lambda begin, end: _find(sources[begin:end], Collected()))
-    if found is not None:
-        number, cause = found
-        part = next(p for p in state.parts if p.first_tensor <= number < p.end_tensor)
-        return _named(f"tensor {sources[number].key!r}", cause, sources[number].key, part)
-    keys, tail = state.tail_keys, state.tail
-    found = _first(
-        len(tail), lambda begin, end: _find([], Collected(tail=tail[begin:end], tail_keys=keys[begin:end]))
-    )
-    if found is not None:
-        number, cause = found
-        part = next(p for p in state.parts if p.first_tail <= number < p.end_tail)
-        return _named(f"the entry {keys[number]!r}", cause, keys[number], part)
+    for number, source in enumerate(state.tensors.sources()):
+        cause = _error_of([source], Collected())
+        if cause is not None:
+            part = next(p for p in state.parts if p.first_tensor <= number < p.end_tensor)
+            return _named(f"tensor {source.key!r}", cause, source.key, part)
+    for number, (key, entry) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
+        cause = _error_of([], Collected(tail=[entry], tail_keys=[key]))
+        if cause is not None:
+            part = next(p for p in state.parts if p.first_tail <= number < p.end_tail)
+            return _named(f"the entry {key!r}", cause, key, part)
     return error
 
 
-def _find(sources: Sequence[TensorSource], state: Collected) -> None:
-    """Plans these entries."""
+def _error_of(sources: Sequence[TensorSource], state: Collected) -> Exception | None:
+    """Returns the error of planning these entries alone."""
     tensors = Tensors()
     for source in sources:
         tensors.add(*source)
-    Plans(1).find(tensors, tail_items(state))
-
-
-def _first(count: int, plan: Callable[[int, int], None]) -> tuple[int, Exception] | None:
-    """Returns the number and the error of the first of `count` entries that cannot be planned, by halves."""
-    begin, end, cause = 0, count, _error_of(plan, 0, count)
-    if cause is None:
-        return None
-    while end - begin > 1:
-        middle = (begin + end) // 2
-        if (earlier := _error_of(plan, begin, middle)) is not None:
-            end, cause = middle, earlier
-        else:
-            begin = middle
-    return begin, _error_of(plan, begin, end) or cause
-
-
-def _error_of(plan: Callable[[int, int], None], begin: int, end: int) -> Exception | None:
     try:
-        plan(begin, end)
+        Plans(1).find(tensors, tail_items(state))
     except Exception as error:
         return error
     return None

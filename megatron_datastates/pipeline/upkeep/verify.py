@@ -6,14 +6,13 @@ A note is about something that an undamaged checkpoint may have.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -30,12 +29,12 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.index import Index, TensorEntry
+from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.tables import Words
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import optimizer_state
-from megatron_datastates.pipeline.runs.damage import describe_in_file
+from megatron_datastates.pipeline.runs.damage import describe_in_file, readable_tensors
 from megatron_datastates.pipeline.upkeep.verify_tail import (
     Owners,
     content_faults,
@@ -116,7 +115,9 @@ def verify_checkpoint(
     nth, shares = share
     usable = _check_files(checkpoint, range(nth, verdict.files, shares), verdict)
     keys = list(index.tensors)[nth::shares]
-    entries = _read_entries(index, keys, verdict)
+    errors: dict[str, DataStatesError] = {}
+    entries = dict(readable_tensors(index, errors))
+    verdict.faults += [str(errors[key]) for key in keys if key in errors]
     faults, owners = entry_faults(checkpoint, entries, usable)
     verdict.faults += faults
     _check_extents(checkpoint, entries, owners, usable, verdict)
@@ -238,20 +239,6 @@ def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
             f"{partial[0]!r}{more} is stored in part: the rest has no optimizer state, as when layers "
             "are frozen"
         )
-
-
-def _read_entries(index: Index, reported: Collection[str], verdict: Verdict) -> dict[str, TensorEntry]:
-    """Returns all entries that can be read. Of the others, reports those whose keys are in `reported`."""
-    with contextlib.suppress(DataStatesError):  # each is reported below
-        index.preload(index.tensors)
-    entries, mine = {}, set(reported)
-    for key in index.tensors:
-        try:
-            entries[key] = index.tensors[key]
-        except DataStatesError as error:
-            if key in mine:
-                verdict.faults.append(str(error))
-    return entries
 
 
 def _check_extents(

@@ -15,10 +15,11 @@ from megatron_datastates.format.digests import ContentDigest
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry, describe
-from megatron_datastates.format.values import BLOCK_BYTES, Extent
+from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.loading.decoding import resolve
 from megatron_datastates.pipeline.loading.entries import Read, read_stream
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.runs.damage import touches
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes, plan_extent
 
@@ -84,12 +85,15 @@ def content_faults(
         bad_blocks: of the file; what lies in them is not decoded, since it has been reported.
     """
     path, reader = checkpoint.file_path(file), checkpoint.new_reader()
+    bad = np.array(sorted(bad_blocks), np.int64)
 
     def read(reads: list[ScheduledRead]) -> None:
         checkpoint.read(reads, reader)
 
     for key, entry in entries_with_names(checkpoint, file, owners):
-        if (entry.codec == NONE and entry.sha256 == NOT_RECORDED) or _touches(entry, bad_blocks):
+        if (entry.codec == NONE and entry.sha256 == NOT_RECORDED) or touches(
+            entry.offset, entry.offset + entry.stored_bytes, bad
+        ):
             continue
         try:
             for _ in read_stream(read, file, entry):
@@ -103,11 +107,6 @@ def content_faults(
         found = _content_sha256(checkpoint, file, read)
         if found != expected:
             yield f"{path}: the SHA-256 of its content is {found}, its manifest says {expected}"
-
-
-def _touches(entry: TailEntry, blocks: Collection[int]) -> bool:
-    first, end = entry.offset // BLOCK_BYTES, entry.offset + entry.stored_bytes
-    return any(first <= block and block * BLOCK_BYTES < end for block in blocks)
 
 
 def _content_sha256(checkpoint: Checkpoint, file: int, read: Read) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
@@ -92,7 +93,7 @@ class Trainer:
             return
         self._begun[self._queue.schedule_async_request(request)] = number, iteration
         self.poll()
-        self._strategy.fence()
+        ds.fence()
         oracle.overwrite(sharded, lazy=True)
 
     def poll(self) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -101,21 +100,16 @@ def _point(rng: random.Random, victim: int, interrupted: int) -> str:
 
 
 def run(campaign: Campaign) -> Tally:
-    tally = Tally("kills")
-    for round_, rng in campaign.each_round(tally, ROUNDS):
-        folder = campaign.folder / "kills" / str(round_)
-        try:
-            _Round(campaign, tally, round_, plan(rng, folder / "run"), folder).play()
-        except Exception as error:
-            tally.violate(round_, f"{type(error).__name__}: {error}")
-        shutil.rmtree(folder, ignore_errors=True)
-    return tally
+    return campaign.play("kills", ROUNDS, lambda *one: _Round(campaign, *one).play())
 
 
 class _Round:
-    def __init__(self, campaign: Campaign, tally: Tally, round_: int, plan: Plan, folder: Path) -> None:
-        self._forge, self._tally, self._round, self._plan = campaign.forge, tally, round_, plan
+    def __init__(
+        self, campaign: Campaign, tally: Tally, round_: int, rng: random.Random, folder: Path
+    ) -> None:
+        self._forge, self._tally, self._round = campaign.forge, tally, round_
         self._folder, self._root = folder, folder / "run"
+        self._plan = plan(rng, self._root)
 
     def play(self) -> None:
         self._root.mkdir(parents=True)

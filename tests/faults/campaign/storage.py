@@ -10,9 +10,9 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import random
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,20 +85,13 @@ TROUBLES = (
 
 
 def run(campaign: Campaign) -> Tally:
-    tally = Tally("storage")
     folder = campaign.folder / "storage"
     folder.mkdir()
     environment = {"LD_PRELOAD": str(built_shim(folder))}
     root = HERE.parents[2]
     modules = (*PRELOAD, "tests.faults.campaign.storage_job")
     with RankForge(modules, (*PATH, root), environment) as forge:
-        for round_, rng in campaign.each_round(tally, ROUNDS):
-            try:
-                _play(forge, tally, round_, rng, folder / str(round_))
-            except Exception as error:
-                tally.violate(round_, f"{type(error).__name__}: {error}")
-            shutil.rmtree(folder / str(round_), ignore_errors=True)
-    return tally
+        return campaign.play("storage", ROUNDS, functools.partial(_play, forge))
 
 
 def built_shim(folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,18 @@ class Campaign:
             yield round_, random.Random(f"{self.seed}/{tally.part}/{round_}")
             tally.rounds += 1
             tally.seconds = time.monotonic() - start
+
+    def play(self, part: str, default: int, play: Callable[[Tally, int, random.Random, Path], None]) -> Tally:
+        """Plays each round in a folder of its own; an error is a violation."""
+        tally = Tally(part)
+        for round_, rng in self.each_round(tally, default):
+            folder = self.folder / part / str(round_)
+            try:
+                play(tally, round_, rng, folder)
+            except Exception as error:
+                tally.violate(round_, f"{type(error).__name__}: {error}")
+            shutil.rmtree(folder, ignore_errors=True)
+        return tally
 
 
 Part = Callable[[Campaign], Tally]

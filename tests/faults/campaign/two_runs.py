@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,13 @@ RANKS = 2
 SAVES = 6
 JOB_SECONDS = 180.0
 MODULE = "tests.faults.campaign.two_runs_job"
+JUDGES = "tests.faults.campaign.job"
 NEXT = 900
 LOST = 3  # the exit code of a rank whose directory was removed before its save began
 
 
 def run(campaign: Campaign) -> Tally:
-    tally = Tally("two_runs")
-    for round_, rng in campaign.each_round(tally, ROUNDS):
-        folder = campaign.folder / "two_runs" / str(round_)
-        try:
-            _Round(campaign, tally, round_, rng, folder).play()
-        except Exception as error:
-            tally.violate(round_, f"{type(error).__name__}: {error}")
-        shutil.rmtree(folder, ignore_errors=True)
-    return tally
+    return campaign.play("two_runs", ROUNDS, lambda *one: _Round(campaign, *one).play())
 
 
 class _Round:
@@ -84,11 +76,13 @@ class _Round:
             if any(outcome.exits):
                 self._violate(f"beside the runs, {outcome.exits}: {outcome.log[-2500:]}")
 
-    def _start(self, name: str, ranks: int, recipe: dict[str, Any], run: int = 0) -> Job:
+    def _start(
+        self, name: str, ranks: int, recipe: dict[str, Any], run: int = 0, module: str = MODULE
+    ) -> Job:
         notes = self._folder / "saving"
         notes.mkdir(exist_ok=True)
         return self._forge.start(
-            f"{MODULE}:{name}",
+            f"{module}:{name}",
             ranks=ranks,
             arguments=[recipe | {"root": str(self._root)}, str(notes)],
             logs=self._folder / f"logs-{name}{run}",
@@ -125,8 +119,13 @@ class _Round:
             if note["event"] == "done":
                 done.setdefault(note["number"], []).append(note["iteration"])
         manifests = {number for number in numbers if (place(self._root, number) / MANIFEST_NAME).exists()}
-        recipe = {"numbers": numbers, "candidates": _candidates(), "next": [numbers[-1], NEXT]}
-        outcome = self._start("look_after", RANKS, recipe).wait(JOB_SECONDS)
+        recipe = {
+            "numbers": numbers,
+            "candidates": _candidates(),
+            "next": [numbers[-1], NEXT],
+            "mode": "async",
+        }
+        outcome = self._start("look_and_save", RANKS, recipe, module=JUDGES).wait(JOB_SECONDS)
         if any(outcome.exits):
             self._violate(f"the next save failed: {outcome.log[-2500:]}")
         newest = max(done, default=None)

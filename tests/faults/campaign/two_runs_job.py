@@ -15,7 +15,7 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.upkeep import prune
 from tests.faults.campaign import oracle
-from tests.faults.campaign.job import Notes, Trainer, leave, place, sweep, write_verdict
+from tests.faults.campaign.job import Notes, Trainer, leave, place, write_verdict
 
 _LOUD = (
     "does another job",
@@ -95,21 +95,3 @@ def prune_beside(recipe: dict[str, Any], folder: str) -> None:
                 note("removed", one.number, 0)
         time.sleep(0.003)
     os._exit(0)
-
-
-def look_after(recipe: dict[str, Any], folder: str) -> None:
-    """Judges every directory when both runs are over, saves once more, sweeps, and judges that."""
-    dist.init_process_group("gloo")
-    root, note = Path(recipe["root"]), Notes(folder, f"after{dist.get_rank()}")
-    for number in recipe["numbers"]:
-        write_verdict(note, "judged", number, oracle.judge(place(root, number), recipe["candidates"]))
-    number, iteration = recipe["next"]
-    candidates = [*recipe["candidates"], iteration]
-    trainer = Trainer(root, note, "async")
-    trainer.save(number, iteration)
-    trainer.finish()
-    if dist.get_rank() == 0:
-        sweep(root)
-    dist.barrier()
-    write_verdict(note, "again", number, oracle.judge(place(root, number), candidates))
-    leave()
