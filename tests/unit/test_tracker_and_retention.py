@@ -188,7 +188,8 @@ def test_parser_of_an_unknown_release_is_left_alone(caplog):
         ({}, True),
         ({"async_save": False}, False),
         ({"save_retain_interval": 10}, False),
-        ({"enable_msc": True}, False),
+        ({"enable_msc": True}, True),  # the default before 0.18, where there is no client
+        ({"uses_client": True}, False),
         ({"is_release": True}, False),
     ],
 )
@@ -198,7 +199,8 @@ def test_whose_the_tracker_of_a_save_is(
     """Either publishing writes it, or Megatron does: never neither."""
     checkpointing = pytest.importorskip("megatron.training.checkpointing")
     changes = {"async_save": True, "save_retain_interval": None, "save": str(root)} | changes
-    is_release = changes.pop("is_release", False)
+    is_release, uses_client = changes.pop("is_release", False), changes.pop("uses_client", False)
+    monkeypatch.setattr(near, "msc_is_enabled", lambda: uses_client)
     arguments = SimpleNamespace(**changes)
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
     monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)

@@ -3,8 +3,8 @@
 Publishing an asynchronous save ends with writing the tracker, whole or not at all, on a thread of rank 0 (of
 a near save: its drain's). Megatron would write it on the trainer's thread, which waits tens of milliseconds
 for a file system that is being synced, and a kill would leave it empty. What Megatron writes goes to a file
-in memory. Trackers of synchronous saves, and of runs in which Megatron deletes what its tracker named before,
-are Megatron's.
+in memory. Trackers of synchronous saves, of a `release`, of runs in which Megatron deletes what its tracker
+named before, and (without a near tier) of those that use the multi-storage client are Megatron's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     global _is_on, _is_ours
     args = checkpointing.get_args()
     _is_on = bool(options.near)
-    is_plain = getattr(args, "save_retain_interval", None) is None and not getattr(args, "enable_msc", False)
+    # args.enable_msc is True by default before 0.18, whether the client is installed or not.
+    is_plain = getattr(args, "save_retain_interval", None) is None and not msc_is_enabled()
     _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
         yield
