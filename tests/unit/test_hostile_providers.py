@@ -20,7 +20,6 @@ from megatron_datastates.errors import MismatchError, MissingKeyError, SaveFaile
 from megatron_datastates.providers import (
     Cast,
     Compressed,
-    Entry,
     Mutability,
     ObjectSource,
     Place,
@@ -28,24 +27,11 @@ from megatron_datastates.providers import (
     Tensors,
     TensorSource,
 )
+from tests.unit.states import Yields
 
 WEIGHT = torch.arange(5, dtype=torch.float32)
 LATER = [Mutability.AT_FENCE, Mutability.NEVER]
 by_name: Any = {"ids": lambda mutability: mutability.name}
-
-
-class Yields:
-    """A provider of these entries, which restores nothing."""
-
-    def __init__(self, *entries: Entry) -> None:
-        self._entries = entries
-        self.was_restored = False
-
-    def entries(self) -> Iterator[Entry]:
-        yield from self._entries
-
-    def restore(self, reader: Any) -> None:
-        self.was_restored = True
 
 
 # -- writers ----------------------------------------------------------------------------------------------

@@ -29,13 +29,14 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.saving import postponement
 from megatron_datastates.pipeline.saving.links import Identity, SharedFile
 from megatron_datastates.pipeline.saving.records import DurableFile
 from megatron_datastates.pipeline.saving.stable import StableFile
 from megatron_datastates.pipeline.upkeep.verify import verify_checkpoint
-from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.named import NamedState
-from tests.unit.states import OPTIONS, SMALL, bits, data_files, new_saver, random_tensor
+from tests.unit.states import OPTIONS, SMALL, Yields, bits, data_files, new_saver, random_tensor
 
 LINKING = {"link_from": MIB}
 Tensors = Mapping[str, torch.Tensor]
@@ -120,15 +121,30 @@ def test_the_manifest_says_which_save_wrote_a_linked_file(linking, tmp_path):
     assert first.files[0].content_sha256 == ""
 
 
+BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "an object": lambda: {"step": 7},
+    "a tensor that may change at once": lambda: {"x": torch.ones(3)},
+    "a tensor that never changes": lambda: {"x": torch.ones(1000, dtype=torch.complex64).conj()},
+    "a tensor that changes after the fence": lambda: {
+        "x": Yields(TensorSource("x", torch.ones(9), Mutability.AT_FENCE))
+    },
+}
+
+
 @pytest.mark.parametrize("call", [ds.save, ds.async_save])
-def test_a_call_that_holds_the_trainer_does_not_wait_for_its_own_return(tmp_path: Path, call: Any) -> None:
-    """What links begins after the call, as a rule; here the call itself waits for it."""
-    state, options = state_of(), SMALL | LINKING | {"fence_deadline": 20}
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_a_call_that_holds_the_trainer_does_not_wait_for_its_own_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: Callable[[], dict[str, Any]], call: Any
+) -> None:
+    """Linking and lazy copies begin after the call, as a rule; here the call itself waits for them."""
+    monkeypatch.setattr(postponement, "_HELD_SECONDS", 30.0)
     reports = []
     for number in range(2):
-        done = call({**state, "step": 7}, tmp_path / str(number), **options)
+        begin = time.monotonic()
+        done = call({"base": frozen(1), **beside()}, tmp_path / str(number), **SMALL, **LINKING)
         reports.append(done if call is ds.save else done.wait())
-        check(tmp_path / str(number), state)
+        assert time.monotonic() - begin < 30
     assert [report["linked_bytes"] > 0 for report in reports] == [False, True]
 
 

@@ -38,6 +38,7 @@ class Postponement:
         self._released_at: float | None = None  # from the return of the call until the next poll or fence
         self._begins_by = 0.0  # by time.monotonic: when the finishing thread begins without a poll or fence
         self._pause = 0.0  # seconds that pass before it does so at a poll
+        self._is_polled = False  # which begins the copies
         self._ended = threading.Event()  # by the first poll or fence: work may begin beside the trainer
 
     @property
@@ -71,9 +72,11 @@ class Postponement:
     def end_at_poll(self, *, is_awaited: bool) -> None:
         """Lets work begin: at once if the trainer does nothing but wait for it, else a little later."""
         self.charge()
-        if not self._ended.is_set():
+        if not self._is_polled:
+            self._is_polled = True
             for file in self._files:
                 file.allow_lazy_copies(0.0 if is_awaited else COPIES_AFTER_POLL_SECONDS, hurries=is_awaited)
+        if not self._ended.is_set():
             self._pause = 0.0 if is_awaited else AFTER_POLL_SECONDS
             self._ended.set()
 
@@ -83,7 +86,7 @@ class Postponement:
         self.end()
 
     def end(self) -> None:
-        """Lets the finishing thread begin. Whoever calls this begins the copies, or cancels them."""
+        """Lets the finishing thread begin. Copies begin at a fence, the first poll or the call's return."""
         self._ended.set()
 
     def wait(self) -> None:

@@ -121,7 +121,7 @@ class RankSave:
             finisher.start()
             self._finisher = finisher
             if plan.stable is not None and plan.stable.has_eager:
-                self.postponement.end()  # the finishing thread links, and the trainer waits for that here
+                self.postponement.end()  # the finishing thread links, and `_settle` waits for that
                 self._settle()
         except BaseException as error:
             self.fail(error)
