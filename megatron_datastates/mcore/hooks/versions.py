@@ -53,23 +53,23 @@ _LOADING = (
     # A class of DCP's, which Megatron's own tools construct themselves.
     Hook(_DIST + "strategies.torch", "FileSystemReader.read_metadata", "load.tools.wrap_dcp_read_metadata"),
     Hook(_DIST + "strategies.torch", "FileSystemReader.read_data", "load.tools.wrap_dcp_read_data"),
-    Hook(_DIST + "serialization", "load", "load.agreement.wrap_load"),
+    Hook(_DIST + "serialization", "load", "load.wrappers.wrap_load"),
     Hook(_DIST + "serialization", "load_plain_tensors", "load.by_format.wrap_load_plain_tensors"),
     Hook(_DIST + "serialization", "save", "switch.wrap_save"),
     Hook(
         _DIST + "validation",
         "validate_integrity_and_strict_load",
-        "load.agreement.wrap_validate_integrity_and_strict_load",
+        "load.wrappers.wrap_validate_integrity_and_strict_load",
     ),
     Hook(
         _DIST + "strategies.fully_parallel",
         "FullyParallelLoadStrategyWrapper.load",
-        "load.agreement.wrap_fully_parallel_load",
+        "load.wrappers.wrap_fully_parallel_load",
     ),
     Hook(
         _DIST + "strategies.fully_parallel",
         "exchange_by_distribution",
-        "load.agreement.wrap_exchange_by_distribution",
+        "load.wrappers.wrap_exchange_by_distribution",
         rebind=False,
     ),
     Hook(

@@ -1,0 +1,176 @@
+"""Megatron's functions that load, wrapped so that ranks agree (agreement.py) and states are restated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_datastates.mcore.load import state
+from megatron_datastates.mcore.load.agreement import Agreement
+from megatron_datastates.mcore.load.opening import open_checkpoint
+from megatron_datastates.pipeline.runs.runs import is_ours, may_be_ours
+
+
+def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `dist_checkpointing.load`."""
+    signature = inspect.signature(original)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return _LoadCall(original, call).run()
+
+    return load
+
+
+class _LoadCall:
+    """One call of `dist_checkpointing.load`."""
+
+    def __init__(self, original: Callable[..., Any], call: inspect.BoundArguments) -> None:
+        self._original, self._call, self._arguments = original, call, call.arguments
+        self._directory = call.arguments["checkpoint_dir"]
+
+    def run(self) -> Any:
+        if not may_be_ours(self._directory):
+            return self._load_elsewhere()
+        from megatron_datastates.pipeline.load_report import reported_load
+
+        # Reported once all ranks have agreed on whether it failed.
+        with (
+            reported_load(self._directory, state.current().options) as tracker,
+            state.opened(tracker=tracker),
+        ):
+            return self._load_together()
+
+    def _load_elsewhere(self) -> Any:
+        if state.current().in_training_loop:  # it asks for what is stored: there is nothing to restate
+            return self._start()
+        from megatron_datastates.mcore.load import optimizer_elsewhere
+
+        with optimizer_elsewhere.explaining(self._arguments):
+            restated = optimizer_elsewhere.restated_where_needed(self._arguments)
+            return self._start_restated(restated) if restated else self._start()
+
+    def _start(self) -> Any:
+        return self._original(*self._call.args, **self._call.kwargs)
+
+    def _start_restated(self, restated: Any) -> Any:
+        if restated is not None:
+            self._arguments["sharded_state_dict"] = restated.request
+        with state.opened(restated=restated):
+            return self._start()
+
+    def _load_together(self) -> Any:
+        agreement = _agreement_of(self._arguments)
+        if agreement is None:
+            return self._load_restated(None)
+        with agreement.sharing_failures():
+            problem: Exception | None = None
+            if self._arguments.get("verify_integrity"):  # since 0.19
+                self._arguments["verify_integrity"] = False
+                try:
+                    agreement.verify_files()
+                except Exception as error:
+                    problem = error
+            return self._load_restated(agreement, problem)
+
+    def _load_restated(self, agreement: Agreement | None, problem: Exception | None = None) -> Any:
+        """Loads what is asked for, or restated; raises `problem`, of this rank, where all ranks expect it."""
+        from megatron_datastates.mcore.load import optimizer_layout
+
+        together = None
+        if agreement is not None and _compares_keys(self._arguments):
+            together = functools.partial(agreement.any, problem=problem)
+        elif problem is not None:
+            raise problem
+        restores = state.current().restores_providers
+        with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
+            restated = optimizer_layout.restated_where_needed(self._arguments, together)
+            loaded = self._start_restated(restated)
+        if restores() and is_ours(self._directory):
+            self._restore_providers()
+        return loaded
+
+    def _restore_providers(self) -> None:
+        from megatron_datastates.mcore.errors import load_errors
+        from megatron_datastates.mcore.load.restoring import restore_registered
+
+        with load_errors():
+            restore_registered(open_checkpoint(self._directory))
+
+
+def _compares_keys(arguments: dict[str, Any]) -> bool:
+    """Returns whether Megatron compares the keys that all ranks request with those of the checkpoint."""
+    from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+
+    return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(parse_strict_flag(arguments["strict"])))
+
+
+def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
+    """Returns None if no other rank is known to take part in this load."""
+    from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
+
+    group = arguments.get("process_group")  # since 0.19
+    strict = parse_strict_flag(arguments["strict"])
+    gathers = arguments["validate_access_integrity"] or StrictHandling.requires_global_app_metadata(strict)
+    is_parallel = _is_parallel(arguments["sharded_strategy"])
+    if not (gathers or is_parallel or state.current().in_training_loop) or len(ranks_of(group)) < 2:
+        return None
+    return Agreement(arguments["checkpoint_dir"], group, is_parallel=is_parallel, gathers=gathers)
+
+
+def _is_parallel(strategy: Any) -> bool:
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
+
+    parallel = isinstance(strategy, FullyParallelLoadStrategyWrapper)
+    return parallel and len(ranks_of(strategy.parallelization_group)) > 1
+
+
+def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `validate_integrity_and_strict_load`, which receives the gathered metadata and may raise."""
+
+    def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        agreement = state.current().agreement
+        if agreement is not None:
+            gathered = inspect.signature(original).bind(sharded_state_dict, *args, **kwargs).arguments
+            agreement.begin(gathered.get("global_metadata"))
+        try:
+            return original(sharded_state_dict, *args, **kwargs)
+        except Exception as error:
+            if agreement is None or not agreement.is_parallel:
+                raise
+            agreement.fail(error)
+            return sharded_state_dict, set(), set()
+
+    return validate
+
+
+def wrap_fully_parallel_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `FullyParallelLoadStrategyWrapper.load`: after it, objects are exchanged as well as tensors."""
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        agreement = state.current().agreement
+        if agreement is not None:
+            agreement.end_exchange()
+        return loaded
+
+    return load
+
+
+def wrap_exchange_by_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `exchange_by_distribution` in a fully parallel load; all ranks of the world call it."""
+
+    def exchange_by_distribution(*args: Any, **kwargs: Any) -> Any:
+        agreement = state.current().agreement
+        if agreement is not None:
+            agreement.begin_exchange()
+        return original(*args, **kwargs)
+
+    return exchange_by_distribution
