@@ -177,8 +177,11 @@ def test_nothing_is_kept_alive_and_a_new_object_at_an_old_address_is_another_one
     structure = noted([], [holder])
     address = id(holder["a"])
     holder.clear()
-    things = [Thing() for _ in range(100)]  # the address is used again at once
-    holder["a"] = next(thing for thing in things if id(thing) == address)
+    kept = [Thing()]
+    while id(kept[-1]) != address:  # it is used again, mostly at once
+        assert len(kept) < 1_000_000
+        kept.append(Thing())
+    holder["a"] = kept[-1]
     assert structure.leaves([], [holder]) is None
 
 

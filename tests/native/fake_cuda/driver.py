@@ -111,10 +111,10 @@ class FakeCuda:
     # -- orders -----------------------------------------------------------------------------------------
 
     def hold_stream(self, stream: int) -> None:
-        self._library.fake_hold_stream(ctypes.c_void_p(stream), 1)
+        self._library.fake_hold_stream(ctypes.c_void_p(stream))
 
     def release_stream(self, stream: int) -> None:
-        self._library.fake_hold_stream(ctypes.c_void_p(stream), 0)
+        self._library.fake_release_stream(ctypes.c_void_p(stream))
 
     def hold_call(self, name: str) -> None:
         """Makes every call of this function hang until `release_call`."""

@@ -114,10 +114,23 @@ int fake_is_idle(void* stream) {
 
 // -- orders and observations --------------------------------------------------------------------------
 
-void fake_hold_stream(void* stream, int held) {
+// A kernel that runs until the stream is released: what was launched before it is not held.
+void fake_hold_stream(void* handle) {
   World& world = TheWorld();
   Lock lock(world.mutex);
-  world.streams.at(stream)->held = held != 0;
+  const auto stream = world.streams.at(handle);
+  stream->held = true;
+  lock.unlock();
+  Enqueue(handle, [stream] {
+    Lock inner(TheWorld().mutex);
+    TheWorld().changed.wait(inner, [&] { return !stream->held; });
+  });
+}
+
+void fake_release_stream(void* handle) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  world.streams.at(handle)->held = false;
   world.changed.notify_all();
 }
 

@@ -25,9 +25,7 @@ static void Run(Stream* stream) {
   World& world = TheWorld();
   Lock lock(world.mutex);
   while (true) {
-    world.changed.wait(lock, [&] {
-      return (!stream->queue.empty() && !stream->held) || (stream->queue.empty() && stream->closing);
-    });
+    world.changed.wait(lock, [&] { return !stream->queue.empty() || stream->closing; });
     if (stream->queue.empty()) return;
     const std::function<void()> work = std::move(stream->queue.front());
     lock.unlock();

@@ -37,7 +37,7 @@ struct Stream {
   std::string name;
   void* context = nullptr;  // its creator's; null: the default stream, which every context has
   std::deque<std::function<void()>> queue;  // the first one may be running
-  bool held = false;
+  bool held = false;                        // the kernel that holds it goes on
   bool closing = false;
   std::thread thread;
 };
