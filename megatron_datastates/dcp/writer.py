@@ -6,20 +6,18 @@ thread beside the trainer:
      (`prepare_global_plan`). A planner that caches plans keeps an old id: such a rank draws one of its own.
   2. Each rank writes the items of its plan to one data file, waits until it is durable, and returns what the
      manifest needs (`write_data`; pipeline/parts.py).
-  3. DCP gathers these on the coordinator. Only if no rank failed, it calls `finish`: the file with DCP's
-     facts is written, then the index, then the manifest. Then all ranks return, or all raise DCP's
+  3. DCP gathers these on the coordinator. Only if no rank failed, it calls `finish`: the index and
+     the file with DCP's facts are written, then the manifest. Then all ranks return, or all raise DCP's
      CheckpointException.
 Nothing is published unless step 3 ends: the checkpoint that was in the directory before stays until then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import threading
 import uuid
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -32,8 +30,6 @@ from megatron_datastates.config import Options
 from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.dcp.items import PlannedState
 from megatron_datastates.dcp.paths import directory_of
-from megatron_datastates.engine.atomic_files import write_whole
-from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
 from megatron_datastates.format.values import SaveId
@@ -158,7 +154,7 @@ class DataStatesWriter(StorageWriter):
 
         Raises:
             SaveFailedError: nothing was published, unless its text says otherwise.
-            UnsafeObjectError, OSError: DCP's facts cannot be stored; nothing was published.
+            UnsafeObjectError: a load would refuse DCP's facts; nothing was published.
             DataStatesError: another save has begun with this object.
         """
         self._require_own_turn()
@@ -166,17 +162,14 @@ class DataStatesWriter(StorageWriter):
         assert publication is not None, "DCP calls write_data on the coordinator before finish"
         parts = [result.storage_data for written in results for result in written]
         assert all(isinstance(part, SavedPart) for part in parts)
-        context = publication.save.context
-        facts = context.directory / context.save_id.dcp_file_name()
-        extras = PublicationExtras(other_files=(facts.name,), superseded=FILES_OF_TORCH_DIST)
+        name, trust = publication.save.context.save_id.dcp_file_name(), self._options.trust_objects
         try:
-            self._write_facts(facts, metadata, context.save_id)
+            facts = Facts.of(metadata, self.storage_meta()).encode(name, trust=trust)
+            extras = PublicationExtras(superseded=FILES_OF_TORCH_DIST, dcp_facts=facts)
             part_saver_for(self._options).publish(publication, parts, extras)
         except Exception:
             if not publication.keeps_files:
                 publication.save.cancel_and_remove("the save was not published")
-                with contextlib.suppress(OSError):
-                    facts.unlink()
             raise
 
     def _require_own_turn(self) -> None:
@@ -187,9 +180,3 @@ class DataStatesWriter(StorageWriter):
                 "was over: nothing was published. Wait for the future of async_save, or give each save a "
                 "writer of its own"
             )
-
-    def _write_facts(self, path: Path, metadata: Metadata, save_id: SaveId) -> None:
-        found = Facts.of(metadata, self.storage_meta())
-        encoded = found.encode(path.name, trust=self._options.trust_objects)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, encoded, Faults(self._options.faults), save_id)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import RankForge
+import megatron_datastates as ds
+from tests.support.ranks import Outcome, RankForge
 from tests.support.tiny import DRAWN_BY_LOADER, PATH, PRELOAD, Checkpoints, Ending, Pretraining
 
 pytestmark = pytest.mark.skipif(
@@ -18,10 +19,13 @@ pytestmark = pytest.mark.skipif(
 # Megatron asks for another number of connections with FSDP.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 TORCH_FSDP2 = ["--use-torch-fsdp2", "--untie-embeddings-and-output-weights"]
-MEGATRON_FSDP = [
+FSDP = [
     *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
-    *("--ckpt-format", "fsdp_dtensor", "--untie-embeddings-and-output-weights"),
+    "--untie-embeddings-and-output-weights",
 ]
+MEGATRON_FSDP = [*FSDP, "--ckpt-format", "fsdp_dtensor"]
+OURS = [*FSDP, "--ckpt-format", "datastates"]
+MODES = {"sync": [], "async": ["--async-save"]}
 needs_einops = pytest.mark.skipif(not find_spec("einops"), reason="Megatron-FSDP needs einops")
 Run = Callable[..., Ending]
 
@@ -42,6 +46,14 @@ def run(fsdp_forge: RankForge, tmp_path: Path) -> Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(fsdp_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Ending:
+    """Returns a run of Megatron-FSDP that neither saves nor loads."""
+    folder = tmp_path_factory.mktemp("whole")
+    pretraining = Pretraining(fsdp_forge, folder, "fsdp_rank:main")
+    return pretraining.run(*MEGATRON_FSDP, environment=ENVIRONMENT | {"WRITER": "stock"})
+
+
 def not_restored(resumed: Ending, first: Ending) -> set[str]:
     """Returns what the resumed run began with otherwise than the first run had ended.
 
@@ -55,6 +67,11 @@ def not_restored(resumed: Ending, first: Ending) -> set[str]:
             name for name in now.begun.keys() | state.keys() if now.begun.get(name) != state.get(name)
         }
     return {name for name in unequal if not name.startswith(("loss", "model 0 module.module.module"))}
+
+
+def in_steps(run: Ending, other: Ending) -> list[str]:
+    """Returns where two runs differ before they end, where a save has left weights as DTensors."""
+    return [one for one in run.differences(other) if ", end, " not in one]
 
 
 def saves_of(report: Path) -> list[dict[str, Any]]:
@@ -107,14 +124,128 @@ def test_torchs_fsdp2_weights_are_copied_until_the_step(pretraining: Pretraining
 
 
 @needs_einops
-def test_megatrons_fsdp_resumes_exactly_from_what_dcp_saved_with_our_writer(run: Run, tmp_path: Path) -> None:
+def test_megatrons_fsdp_resumes_exactly_from_what_dcp_saved_with_our_writer(
+    run: Run, whole: Ending, tmp_path: Path
+) -> None:
     """The first run has no `--load`: Megatron's look at an empty directory steps the optimizer once."""
-    whole = run(*MEGATRON_FSDP)
     run(*MEGATRON_FSDP, "--save", tmp_path / "c", "--exit-interval", "2")
     assert_ours(tmp_path / "c" / "iter_0000002")
     resumed = run(*MEGATRON_FSDP, "--load", tmp_path / "c")
     assert [rank.begun_at for rank in resumed.ranks] == [2, 2]
     assert not_restored(resumed, whole) <= {DRAWN_BY_LOADER}
+    assert resumed.differences(whole) == []
+
+
+@needs_einops
+@pytest.mark.parametrize("mode", MODES)
+def test_megatrons_fsdp_saves_as_any_other_run_and_resumes_exactly(
+    mode: str, run: Run, whole: Ending, tmp_path: Path
+) -> None:
+    """The checkpoint of step 2 is copied during step 3."""
+    checkpoints, report = Checkpoints(tmp_path / "c"), tmp_path / "report.jsonl"
+    slow = ["--datastates-copy-limit", "3MB", "--datastates-report-file", report, "--save-interval", "2"]
+    saved = run(*OURS, *MODES[mode], *slow, "--save", checkpoints.root)
+    assert in_steps(saved, whole) == []
+    assert checkpoints.published() == [2, 4] and checkpoints.tracked() == 4
+    assert_ours(checkpoints.at(2))
+    first, _ = saves_of(report)
+    assert (first["state"], first["eager_bytes"]) == ("published", 0) and first["lazy_bytes"]
+    assert (first["fence_ms"] > 100) == (mode == "async"), "the step must come during the copy"
+
+    resumed = run(*OURS, *MODES[mode], "--load", checkpoints.root, "--ckpt-step", "2")
+
+    assert [rank.begun_at for rank in resumed.ranks] == [2, 2]
+    assert not_restored(resumed, whole) <= {DRAWN_BY_LOADER}
+    assert resumed.differences(whole) == []
+
+
+@pytest.fixture
+def failing(fsdp_forge: RankForge, tmp_path: Path) -> Callable[..., Outcome]:
+    def fail(*arguments: str | Path, rank: int = 0, plan: str = "", **more: str) -> Outcome:
+        pretraining = Pretraining(fsdp_forge, tmp_path / "failing", "fsdp_rank:main")
+        environment = ENVIRONMENT | {"WRITER": "stock", f"TINY_FAULTS_OF_RANK_{rank}": plan} | more
+        return pretraining.fail(*arguments, environment=environment)
+
+    return fail
+
+
+@needs_einops
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("rank", "plan"), [(1, "sync:2:EIO"), (0, "write manifest:2:ENOSPC"), (1, "reserve:2:ENOSPC")]
+)
+def test_a_failed_save_of_megatrons_fsdp_ends_all_ranks_and_keeps_the_one_before(
+    rank: int, plan: str, mode: str, failing: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "c")
+    outcome = failing(
+        *OURS, *MODES[mode], "--save", checkpoints.root, "--save-interval", "2", rank=rank, plan=plan
+    )
+    assert outcome.exits == [1, 1], outcome.log[-3000:]
+    assert outcome.log.count("MegatronSaveFailedError: saving to") >= 2
+    assert f"failed on 1 of 2 ranks: rank {rank}: " in outcome.log and "Nothing was published" in outcome.log
+    assert checkpoints.published() == [2] and checkpoints.tracked() == 2
+    assert not list(checkpoints.at(4).iterdir()), "nothing is left"
+
+
+@needs_einops
+def test_megatrons_fsdp_continues_after_a_failed_save_with_warn(
+    fsdp_forge: RankForge, whole: Ending, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "c")
+    pretraining = Pretraining(fsdp_forge, tmp_path / "runs", "fsdp_rank:main")
+    saving = ["--save", checkpoints.root, "--save-interval", "1", "--datastates-on-failure", "warn"]
+    for how in MODES.values():
+        environment = ENVIRONMENT | {"WRITER": "stock", "TINY_FAULTS_OF_RANK_1": "sync:2:EIO"}
+        ending = pretraining.run(*OURS, *how, *saving, environment=environment)
+        assert in_steps(ending, whole) == []
+        assert ending.log.count("Training continues") == 2, "once on each rank"
+        assert checkpoints.published() == [1, 3, 4]
+
+
+@needs_einops
+def test_damage_in_a_checkpoint_of_megatrons_fsdp_is_named_on_all_ranks(
+    run: Run, failing: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "c")
+    run(*OURS, "--save", checkpoints.root, "--save-interval", "2")
+    data = next(iter(sorted(checkpoints.at(4).glob("data-00001-*"))))
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(bytes(4096))
+    outcome = failing(*OURS, "--load", checkpoints.root, "--datastates-fallback", "1")
+    assert outcome.exits == [1, 1]
+    errors = [line for line in outcome.log.splitlines() if "MegatronLoadFailedError: " in line]
+    assert len(errors) >= 2 and all(data.name in line for line in errors), outcome.log[-3000:]
+    assert all("iter_0000002 verifies" in line for line in errors)
+
+
+@needs_einops
+def test_a_users_provider_is_saved_with_megatrons_fsdp_and_restored(
+    run: Run, failing: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "c")
+    how = [*OURS, "--async-save", "--save", checkpoints.root, "--load", checkpoints.root]
+    how += ["--datastates-providers", "steps_provider:Steps", "--save-interval", "2"]
+    run(*how, "--exit-interval", "2")
+    run(*how)
+    for steps in (2, 4):
+        saved = ds.open(checkpoints.at(steps))
+        assert [saved.read_object(f"steps.rank{rank}.count") for rank in (0, 1)] == [{"count": steps}] * 2
+    failed = failing(*how, STEPS_FAIL_ON_RANK_1="restore")
+    assert failed.exits == [1, 1] and failed.log.count("restore does not work today") >= 2
+
+
+@needs_einops
+def test_megatrons_fsdp_saves_to_near_tiers(run: Run, whole: Ending, tmp_path: Path) -> None:
+    far, near = Checkpoints(tmp_path / "far"), tmp_path / "near"
+    how = ["--async-save", "--save", far.root, "--save-interval", "2", "--datastates-near", f"{near}-$RANK"]
+    run(*OURS, *how, "--exit-interval", "2")
+    assert far.published() == [2] and far.tracked() == 2
+    for path in (far.at(2), next(Path(f"{near}-1").iterdir()) / "iter_0000002"):
+        assert [one.name[:4] for one in path.iterdir() if one.suffix == ".pt"] == ["dcp-"]
+    resumed = run(*OURS, "--load", far.root)
+    assert [rank.begun_at for rank in resumed.ranks] == [2, 2]
     assert resumed.differences(whole) == []
 
 

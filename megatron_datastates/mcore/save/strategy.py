@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
+from megatron_datastates.dcp.items import PlannedState
 from megatron_datastates.files import path_of, read_regular
 from megatron_datastates.format.directory import (
     BACKEND,
@@ -114,24 +115,33 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
-
-        def providers() -> dict[str, StateProvider]:
-            state: StateProvider = sharded
-            if self._transform is not None:
-                state = self._transform(state)
-            return {"": state, **registered(self.options.providers)}
-
         directory = path_of(checkpoint_dir)
+        iteration = _iteration(sharded_state_dict, directory)
+        publication = self._start_state(sharded, directory, iteration, mode, self._extras())
+        publication.is_prepared, publication.not_prepared_because = sharded.is_thin, preparing.obstacle()
+        return publication
+
+    def _start_state(
+        self,
+        state: StateProvider,
+        directory: Path,
+        iteration: int | None,
+        mode: str,
+        extras: PublicationExtras,
+    ) -> Publication:
+        def providers() -> dict[str, StateProvider]:
+            own = state if self._transform is None else self._transform(state)
+            return {"": own, **registered(self.options.providers)}
+
         publication = saver_for(self.options).start(
             directory,
             providers,
-            iteration=_iteration(sharded_state_dict, directory),
+            iteration=iteration,
             mode=mode,
-            extras=self._extras(),
+            extras=extras,
             await_copies=not self.is_lazy(),
             far_published=self._far_published(directory),
         )
-        publication.is_prepared, publication.not_prepared_because = sharded.is_thin, preparing.obstacle()
         _note_near(publication)
         return publication
 
@@ -166,6 +176,27 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         request = super().async_save(*args, **kwargs)
         self._started(request.async_fn.publication)
         return request
+
+    def start_planned(
+        self, state: PlannedState, directory: Path, mode: str, facts: Callable[[], bytes]
+    ) -> Publication:
+        """Starts to save what DCP has planned. Errors are values of the save.
+
+        Args:
+            facts: returns what DCP knows of the state; called on rank 0.
+        """
+        iteration = iteration_in_name(directory.name)
+        extras = PublicationExtras(parallel_sizes(), superseded=FILES_OF_TORCH_DIST, origin=self._origin())
+        with trainer_held("start"):
+            publication = self._start_state(state, directory, iteration, mode, extras)
+            try:
+                if publication.save.context.rank == 0:
+                    publication.extras = dataclasses.replace(extras, dcp_facts=facts())
+            except Exception as error:  # on one rank alone
+                publication.save.fail(error)
+        if mode == "async":
+            self._started(publication)
+        return publication
 
     def is_lazy(self) -> bool:
         return self._in_loop()

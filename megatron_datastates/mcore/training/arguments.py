@@ -1,8 +1,8 @@
 """Megatron's command line: `--ckpt-format datastates` and the `--datastates-*` options.
 
-Megatron compares `args.ckpt_format` with "torch_dist" in twenty places, so that value is stored there, and
-`args.ckpt_backend` is "datastates". Arguments are part of checkpoints in every format: options that were not
-given are not stored.
+Megatron compares `args.ckpt_format` with "torch_dist" in twenty places, so that value is stored there (with
+Megatron-FSDP "fsdp_dtensor": fsdp.py), and `args.ckpt_backend` is "datastates". Arguments are part of
+checkpoints in every format: options that were not given are not stored.
 """
 
 from __future__ import annotations
@@ -91,7 +91,14 @@ def adopt(args: Any) -> bool:
     """
     if getattr(args, "ckpt_format", None) == FORMAT:
         args.ckpt_backend, args.ckpt_format = FORMAT, "torch_dist"
+    if is_selected(args) and uses_fsdp(args):
+        args.ckpt_format = "fsdp_dtensor"
     return is_selected(args)
+
+
+def uses_fsdp(args: Any) -> bool:
+    """Returns whether these arguments are of a run with Megatron-FSDP."""
+    return bool(getattr(args, "use_megatron_fsdp", False))
 
 
 def options_of(args: Any) -> Options:

@@ -5,6 +5,7 @@ They never load a checkpoint other than the requested one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,9 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
-from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage
+from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_damage
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
-from megatron_datastates.mcore.training.arguments import is_selected, options_of
+from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs.run_folders import tracked_name
 from megatron_datastates.pipeline.runs.runs import find_iterations, may_be_ours
@@ -44,6 +45,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.dist_checkpointing.core import CheckpointingException
+        from torch.distributed.checkpoint.api import CheckpointException
 
         from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
@@ -57,6 +59,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 result = original(*args, **kwargs)
                 if _is_resume(purpose):
+                    _restore_after_dcp(load)
                     note_load(load.directory, result, _manifest_of(load))
                 _require_loader()
                 return result
@@ -64,6 +67,14 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 if not is_caused_by_damage(error) or not _all_ranks_are_here(load):
                     raise
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
+            except CheckpointException as error:  # of a load that DCP makes (Megatron-FSDP), on all ranks
+                cause = next(
+                    (one for one, _ in error.failures.values() if isinstance(one, DataStatesError)), None
+                )
+                if cause is None:
+                    raise
+                advice = f" {_advice(load)}" if is_damage(cause) else ""
+                raise MegatronLoadFailedError(f"{cause}{advice}") from cause
             except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
                 if _REFUSAL not in str(error):
                     raise
@@ -72,6 +83,26 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 forget()  # or the checkpoint's index would stay in memory while the run trains
 
     return load_checkpoint
+
+
+def _restore_after_dcp(load: state.Load) -> None:
+    """Restores state providers after a load that DCP has made, as with Megatron-FSDP. Collective.
+
+    Raises:
+        ProviderError: the `restore` of one raised an exception, on some rank.
+    """
+    from megatron.training.checkpointing import get_args
+
+    if load.directory is None or not uses_fsdp(get_args()) or not is_ours(load.directory):
+        return
+    from megatron_datastates.mcore.errors import load_errors
+    from megatron_datastates.mcore.load.restoring import restore_registered
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
+
+    is_alone = len(ranks_of()) == 1
+    sharing = contextlib.nullcontext() if is_alone else Agreement(load.directory, None).sharing_failures()
+    with sharing, load_errors():
+        restore_registered(open_checkpoint(load.directory))
 
 
 def _expect_loader(purpose: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import GIB, Options
 from megatron_datastates.errors import OptionError, SaveFailedError
@@ -21,12 +22,16 @@ from megatron_datastates.mcore.training.arguments import (
     is_converting,
     options_of,
     settle,
+    uses_fsdp,
     validate_without_worker,
     warn_of_checkpoint_as_run,
     warn_of_deadline,
     warn_of_report_file,
 )
 from megatron_datastates.pipeline.saving.held import trainer_held
+
+if TYPE_CHECKING:
+    from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 
 logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
@@ -184,11 +189,15 @@ def _require_restored_data(train_iterator: Any) -> None:
 
 def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the function or class that `megatron.training.checkpointing` calls for a save strategy."""
+    return lambda *args, **kwargs: _strategy()
+
+
+def _strategy() -> TrainingSaveStrategy:
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
     from megatron_datastates.mcore.training import near, retention
     from megatron_datastates.mcore.training.origin import origin
 
-    return lambda *args, **kwargs: TrainingSaveStrategy(
+    return TrainingSaveStrategy(
         _options,
         is_training,
         retention.note,
@@ -237,13 +246,13 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
-        from megatron_datastates.mcore.training import device_cache, near, retention
+        from megatron_datastates.mcore.training import device_cache, fsdp, near, retention
 
         call = parameters.of_call((iteration, *args), kwargs)
         assert _options is not None, "_saves_are_ours has called enable_saving"
         if _is_skipped(call, chosen, _options):
             return None
-        is_ours = not _is_local(call, chosen)
+        is_ours, planned = not _is_local(call, chosen), uses_fsdp(chosen)
         with (
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
@@ -251,11 +260,14 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             dataloader.saving(is_ours=is_ours),
             device_cache.saving(is_ours=is_ours),
             preparing.saving(
-                is_ours=is_ours, is_on=_options.prepared, is_constant=_is_constant(call, chosen)
+                is_ours=is_ours and not planned,
+                is_on=_options.prepared,
+                is_constant=_is_constant(call, chosen),
             ),
         ):
             try:
-                return original(iteration, *args, **kwargs)
+                with fsdp.saving(_strategy()) if is_ours and planned else contextlib.nullcontext():
+                    return original(iteration, *args, **kwargs)
             except SaveFailedError as error:  # on every rank, so all continue together
                 if _options.on_failure == "raise":
                     raise

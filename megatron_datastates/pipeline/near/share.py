@@ -114,8 +114,10 @@ class NearShare:
 
     def offer(self, files: SmallFiles) -> None:
         """Prepares what the polls send to all ranks. On rank 0's publishing thread. Raises OSError."""
-        names = [other.name for other in files.manifest.others]
-        self.others = {name: read_regular(self._context.directory / name, OBJECT_BYTES) for name in names}
+        self.others = {
+            name: files.others.get(name) or read_regular(self._context.directory / name, OBJECT_BYTES)
+            for name in (other.name for other in files.manifest.others)
+        }
         self.small_files = files
         known = self._layouts.near_index(files.manifest.index.sha256, self._firsts) is not None
         offer = _Offer(files.manifest.encode(), files.metadata, self.others, b"" if known else files.index)

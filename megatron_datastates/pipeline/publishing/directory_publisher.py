@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,8 @@ class SmallFiles:
     manifest: Manifest
     index: bytes
     metadata: bytes  # of metadata.json; if empty, none is written, and one of another format is removed
+    # By name: what the manifest names under `others`, as far as it is not in the directory yet.
+    others: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 class DirectoryPublisher:
@@ -75,8 +78,8 @@ class DirectoryPublisher:
                 store, a manifest that was sent may yet appear.
         """
         directory, manifest = self.directory, self._manifest()
-        encoded, own_index = manifest.encode(), directory / manifest.index.name
-        path = directory / MANIFEST_NAME
+        encoded, path = manifest.encode(), directory / MANIFEST_NAME
+        own = {manifest.index.name: self._files.index, **self._files.others}
         try:
             if not manifest.files:
                 directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
@@ -84,7 +87,8 @@ class DirectoryPublisher:
                 raise DataStatesError(
                     f"{directory} is gone, with all files that the ranks wrote: did something remove it?"
                 )
-            write_whole(own_index, self._files.index, self._faults, self._save_id)
+            for name, content in own.items():
+                write_whole(directory / name, content, self._faults, self._save_id)
             require_files(directory, manifest)
             if is_object(directory):
                 self._write_metadata(directory / METADATA_NAME)
@@ -100,8 +104,9 @@ class DirectoryPublisher:
             self.is_in_place = self.is_in_place or holds_exactly(path, encoded)
             # A store may yet carry out what has failed: a manifest without its index is a lost checkpoint.
             if not self.is_in_place and not is_object(directory):
-                with contextlib.suppress(OSError):
-                    own_index.unlink()
+                for name in own:
+                    with contextlib.suppress(OSError):
+                        (directory / name).unlink()
             raise
         try:
             # What is in place by now may be another job's manifest, which shares a file of unchanged tensors

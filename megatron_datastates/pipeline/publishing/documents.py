@@ -37,6 +37,7 @@ class PublicationExtras:
     superseded: tuple[str, ...] = ()
     metadata: bytes = b""  # see SmallFiles
     origin: Origin | None = None  # what the job resumed from, if that is known
+    dcp_facts: bytes = b""  # of the file with what DCP knows of the state (dcp/facts.py); if empty, none
 
 
 def record_of(
@@ -106,6 +107,7 @@ def small_files(
         OSError: such a file cannot be read.
     """
     context = save.context
+    facts = {context.save_id.dcp_file_name(): extras.dcp_facts} if extras.dcp_facts else {}
     records = list(records)  # decoded once
     index = layouts.merged(records)
     files = [
@@ -123,12 +125,12 @@ def small_files(
         iteration=context.iteration,
         ancestors=_ancestors(extras),
         parallel=extras.parallel,
-        others=_others(save, extras),
+        others=[*_others(save, extras), *(OtherFile.of(name, data) for name, data in facts.items())],
         writer=releases(),
         compatible=COMPATIBLE_CHECKSUMS,
         providers=layouts.providers(records),
     )
-    return SmallFiles(manifest, index.encoded, extras.metadata)
+    return SmallFiles(manifest, index.encoded, extras.metadata, facts)
 
 
 def _ancestors(extras: PublicationExtras) -> tuple[Ancestor, ...] | msgspec.UnsetType:
