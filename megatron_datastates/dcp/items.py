@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import pickle
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeGuard
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from megatron_datastates.errors import FormatError, MismatchError
@@ -15,6 +18,7 @@ from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.providers.base import CopyBudget, Mutability, Place, StateReader, Tensors, Write
 from megatron_datastates.providers.members import PICKLE, find_members
 
+# Nobody can change a value of these types.
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
 
@@ -45,6 +49,7 @@ class PlannedState:
             MismatchError: an item is reserved, or is not what the plan says.
         """
         found, objects = Tensors(), []
+        archives: dict[bytes, _Archive] = {}
         classify = self._classify() if self._classify is not None else _never
         for item in self._plan.items:
             if is_optimizer_map(item.index.fqn):
@@ -52,9 +57,7 @@ class PlannedState:
                     f"the name {item.index.fqn!r} is reserved for optimizer maps: rename that value"
                 )
             if item.type is WriteItemType.BYTE_IO:
-                changes = self._classify is not None and not self._is_constant(item)
-                mutability = Mutability.NOW if changes else Mutability.NEVER
-                objects.append(PlannedObject(item, self._planner, mutability))
+                objects.append(self._object(item, archives))
             else:
                 tensor, place = _resolved(item, self._planner)
                 found.add(item.index.fqn, tensor, classify(tensor), place)
@@ -64,10 +67,22 @@ class PlannedState:
     def restore(self, reader: StateReader) -> None:
         """Does nothing: DCP itself requests what it loads."""
 
-    def _is_constant(self, item: WriteItem) -> bool:
-        """Returns whether an object is a plain value, as most are: nobody can change it."""
-        look = getattr(self._planner, "lookup_object", None)  # of DCP's own planner
-        return look is not None and type(look(item.index)) in _CONSTANT
+    def _object(self, item: WriteItem, archives: dict[bytes, _Archive]) -> PlannedObject:
+        planner, constant = self._planner, None
+        if _serializes_by_value(planner) and type(value := planner.lookup_object(item.index)) in _CONSTANT:
+            constant = pickle.dumps(value)
+        changes = self._classify is not None and constant is None
+        return PlannedObject(
+            item, planner, Mutability.NOW if changes else Mutability.NEVER, archives, constant
+        )
+
+
+def _serializes_by_value(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Returns whether equal objects become equal bytes: the planner is DCP's own where that is decided."""
+    names = ("resolve_data", "lookup_object", "transform_object")
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in names
+    )
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[torch.Tensor, Place]:
@@ -85,13 +100,30 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[torch.Tensor, Plac
     return tensor.detach(), place
 
 
+class _Archive(NamedTuple):
+    """What torch.save has made of an object."""
+
+    data: bytes
+    pickle: bytes  # in it; what a load executes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedObject:
-    """An object that the planner serializes with torch.save."""
+    """An object that the planner serializes with torch.save.
+
+    Attributes:
+        archives: of the constants of this save, by their pickles: Megatron-FSDP has a dozen for each
+            parameter, and few different ones.
+        constant: the pickle of this object, if it is one.
+        archive: of this object, if it is made already.
+    """
 
     item: WriteItem
     planner: SavePlanner
     mutability: Mutability
+    archives: dict[bytes, _Archive]
+    constant: bytes | None
+    archive: _Archive | None = None
 
     kind = Kind.OBJECT
 
@@ -99,14 +131,13 @@ class PlannedObject:
     def key(self) -> str:
         return self.item.index.fqn
 
-    def snapshot(self, budget: CopyBudget) -> Serialized | None:
+    def snapshot(self, budget: CopyBudget) -> PlannedObject | None:
         """Returns it serialized; None if that takes more memory than the budget has."""
-        found = Serialized(self.key, self._serialized())
-        size = found.stream.seek(0, io.SEEK_END)
-        if size > budget.left:
+        archive = self._serialized()
+        if len(archive.data) > budget.left:
             return None
-        budget.left -= size
-        return found
+        budget.left -= len(archive.data)
+        return dataclasses.replace(self, mutability=Mutability.NEVER, archive=archive)
 
     def write(self, write: Write) -> bytes:
         """Passes on what the planner serialized, and returns its pickle.
@@ -114,42 +145,30 @@ class PlannedObject:
         Raises:
             MismatchError: it is not what torch.save writes.
         """
-        return Serialized(self.key, self._serialized()).write(write)
+        archive = self.archive or self._serialized()
+        write(archive.data)
+        return archive.pickle
 
-    def _serialized(self) -> io.BytesIO:
+    def _serialized(self) -> _Archive:
+        if self.constant is None:
+            return self._serialize()
+        if self.constant not in self.archives:
+            self.archives[self.constant] = self._serialize()
+        return self.archives[self.constant]
+
+    def _serialize(self) -> _Archive:
         stream = self.planner.resolve_data(self.item)
         if not isinstance(stream, io.BytesIO):
             raise MismatchError(
                 f"the plan says that {self.key!r} is an object, and its planner made a "
                 f"{type(stream).__qualname__}: expected a BytesIO"
             )
-        return stream
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Serialized:
-    """The bytes of an object that a planner has serialized."""
-
-    key: str
-    stream: io.BytesIO
-
-    kind = Kind.OBJECT
-    mutability = Mutability.NEVER
-
-    def snapshot(self, budget: CopyBudget) -> Serialized:
-        """Returns itself: it does not change."""
-        return self
-
-    def write(self, write: Write) -> bytes:
-        """Passes it on, and returns its pickle. Raises as PlannedObject.write."""
-        # Not a view: CPython 3.12 crashes if it collects one before its BytesIO.
-        data = self.stream.getvalue()
+        data = stream.getvalue()  # not a view: CPython 3.12 crashes if it collects one before its BytesIO
         try:
-            pickle = find_members(self.stream)[PICKLE]
+            found = find_members(stream)[PICKLE]
         except FormatError as error:
             raise MismatchError(
                 f"the bytes of the object {self.key!r} cannot be stored: {error}. A planner has to serialize "
                 "objects with torch.save, as DCP's own does"
             ) from error
-        write(data)
-        return data[pickle.offset : pickle.offset + pickle.size]
+        return _Archive(data, data[found.offset : found.offset + found.size])

@@ -256,11 +256,11 @@ def test_megatrons_fsdp_loads_on_other_ranks_as_from_stock(
 ) -> None:
     """Both directories have the same tensors: the runs that save them are the same."""
     endings = []
-    for writer in ("ours", "stock"):
+    for writer, kind in (("ours", OURS), ("stock", MEGATRON_FSDP)):
         place = tmp_path / writer
         saving = ["--save", place, "--exit-interval", "2"]
-        run(*MEGATRON_FSDP, *saving, writer=writer, ranks=saved_by)
-        endings.append(run(*MEGATRON_FSDP, "--load", place, writer=writer, ranks=loaded_by))
+        run(*kind, *saving, writer="stock", ranks=saved_by)
+        endings.append(run(*MEGATRON_FSDP, "--load", place, writer="stock", ranks=loaded_by))
     assert_ours(tmp_path / "ours" / "iter_0000002")
     ours, stock = endings
     assert [rank.begun_at for rank in ours.ranks] == [2] * loaded_by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -126,6 +127,39 @@ def test_a_state_can_be_rebuilt_without_a_model(tmp_path: Path, keys: set[str] |
         _load_state_dict(found[-1], reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
     assert found[1]
     assert_equal(found[0], found[1])
+
+
+def test_equal_values_are_serialized_once_and_come_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that are equal, but not the same, are not mixed up; those that can change are not looked at."""
+    values = [
+        0,
+        0.0,
+        -0.0,
+        False,
+        1,
+        True,
+        1.0,
+        1 + 0j,
+        "1",
+        b"1",
+        None,
+        math.nan,
+        torch.Size([1]),
+        [1],
+        (1,),
+    ]
+    serialized: list[object] = []
+    original = torch.save
+    monkeypatch.setattr(torch, "save", lambda value, *a: serialized.append(value) or original(value, *a))
+    state = {f"group{i}": {str(at): value for at, value in enumerate(values)} for i in range(10)}
+    dcp.save(state, storage_writer=DataStatesWriter(tmp_path / "c"))
+    constants = [value for value in serialized if type(value) in (int, float, complex, str, bytes, bool)]
+    assert len(constants) == 11, constants
+    loaded = {name: dict.fromkeys(group) for name, group in state.items()}
+    dcp.load(loaded, storage_reader=DataStatesReader(tmp_path / "c"))
+    assert repr(loaded) == repr(state)
 
 
 def test_what_ds_save_stored_can_be_rebuilt_too(tmp_path: Path) -> None:
