@@ -165,7 +165,7 @@ class DataStatesWriter(StorageWriter):
         name, trust = publication.save.context.save_id.dcp_file_name(), self._options.trust_objects
         try:
             facts = Facts.of(metadata, self.storage_meta()).encode(name, trust=trust)
-            extras = PublicationExtras(superseded=FILES_OF_TORCH_DIST, dcp_facts=facts)
+            extras = PublicationExtras(superseded=FILES_OF_TORCH_DIST, dcp_facts=lambda: facts)
             part_saver_for(self._options).publish(publication, parts, extras)
         except Exception:
             if not publication.keeps_files:

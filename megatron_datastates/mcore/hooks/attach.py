@@ -7,10 +7,11 @@ when DataStatesSaveStrategy is imported from the package or constructed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,17 @@ def replace(owner: Any, name: str, wrapper: Wrapper, everywhere: bool = True) ->
     setattr(owner, name, replacement)
     if everywhere and isinstance(owner, ModuleType):
         rebind(name, original, replacement)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replaces owner.name while the block runs."""
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def rebind(name: str, original: Any, replacement: Any) -> None:

@@ -183,17 +183,13 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         """Starts to save what DCP has planned. Errors are values of the save.
 
         Args:
-            facts: returns what DCP knows of the state; called on rank 0.
+            facts: returns what DCP knows of the state; called by rank 0's publishing thread.
         """
-        iteration = iteration_in_name(directory.name)
-        extras = PublicationExtras(parallel_sizes(), superseded=FILES_OF_TORCH_DIST, origin=self._origin())
+        extras = PublicationExtras(
+            parallel_sizes(), superseded=FILES_OF_TORCH_DIST, origin=self._origin(), dcp_facts=facts
+        )
         with trainer_held("start"):
-            publication = self._start_state(state, directory, iteration, mode, extras)
-            try:
-                if publication.save.context.rank == 0:
-                    publication.extras = dataclasses.replace(extras, dcp_facts=facts())
-            except Exception as error:  # on one rank alone
-                publication.save.fail(error)
+            publication = self._start_state(state, directory, iteration_in_name(directory.name), mode, extras)
         if mode == "async":
             self._started(publication)
         return publication

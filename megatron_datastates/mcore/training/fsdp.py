@@ -29,8 +29,10 @@ from megatron_datastates.dcp.items import PlannedState
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.files import path_of
 from megatron_datastates.mcore.errors import MegatronSaveFailedError
+from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.training.fsdp_shards import gathered_at_once
 from megatron_datastates.pipeline.publication import Publication
 
 _NOT_PREPARED = "Megatron-FSDP's state dicts are made anew in every save"
@@ -73,10 +75,10 @@ def saving(strategy: TrainingSaveStrategy) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if choose is not None:
-            stack.enter_context(_replaced(checkpointing, "get_async_strategy", get_async_strategy))
-            name = get_save_and_finalize_callbacks.__name__
-            stack.enter_context(_replaced(checkpointing, name, get_save_and_finalize_callbacks))
-        stack.enter_context(_replaced(dcp, "FileSystemWriter", Chosen))
+            for function in (get_async_strategy, get_save_and_finalize_callbacks):
+                stack.enter_context(replaced(checkpointing, function.__name__, function))
+        stack.enter_context(replaced(dcp, "FileSystemWriter", Chosen))
+        stack.enter_context(gathered_at_once())
         try:
             yield
         except CheckpointException as error:
@@ -86,16 +88,6 @@ def saving(strategy: TrainingSaveStrategy) -> Iterator[None]:
                 raise ours from ours.__cause__
             message = f"the save was not planned, and nothing was written: {error}"
             raise MegatronSaveFailedError(message) from error
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _plan(state_dict: Any, writer: _Writer, *args: Any, planner: SavePlanner, **kwargs: Any) -> None:
@@ -141,7 +133,8 @@ class _Writer(StorageWriter):
         """
         strategy = self._strategy
         state = PlannedState(plan, planner, strategy.classifier)
-        facts = functools.partial(self._facts, planner)
+        # Of the coordinator's planner, which is rank 0's.
+        facts = functools.partial(self._facts, getattr(planner, "metadata", None))
         publication = strategy.start_planned(state, self._directory, self._mode, facts)
         publication.not_prepared_because = _NOT_PREPARED
         self.publication = publication
@@ -151,8 +144,8 @@ class _Writer(StorageWriter):
         done.set_result([])
         return done
 
-    def _facts(self, planner: Any) -> bytes:
-        metadata: Metadata = planner.metadata  # the coordinator's planner has made it; that is rank 0's
+    def _facts(self, metadata: Metadata | None) -> bytes:
+        assert metadata is not None
         found = Facts.of(metadata, self.storage_meta())
         return found.encode(str(self._directory), trust=self._strategy.options.trust_objects)
 

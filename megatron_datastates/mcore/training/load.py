@@ -57,7 +57,8 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         _require_chosen(purpose)
         with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
             try:
-                result = original(*args, **kwargs)
+                with _shards_at_once():
+                    result = original(*args, **kwargs)
                 if _is_resume(purpose):
                     _restore_after_dcp(load)
                     note_load(load.directory, result, _manifest_of(load))
@@ -83,6 +84,16 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 forget()  # or the checkpoint's index would stay in memory while the run trains
 
     return load_checkpoint
+
+
+def _shards_at_once() -> contextlib.AbstractContextManager[None]:
+    from megatron.training.checkpointing import get_args
+
+    if not (is_selected(get_args()) and uses_fsdp(get_args())):
+        return contextlib.nullcontext()
+    from megatron_datastates.mcore.training.fsdp_shards import gathered_at_once
+
+    return gathered_at_once()
 
 
 def _restore_after_dcp(load: state.Load) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
 import msgspec
@@ -37,7 +37,8 @@ class PublicationExtras:
     superseded: tuple[str, ...] = ()
     metadata: bytes = b""  # see SmallFiles
     origin: Origin | None = None  # what the job resumed from, if that is known
-    dcp_facts: bytes = b""  # of the file with what DCP knows of the state (dcp/facts.py); if empty, none
+    # Makes what DCP knows of the state (dcp/facts.py), for a file of its own; called where that is published.
+    dcp_facts: Callable[[], bytes] | None = None
 
 
 def record_of(
@@ -107,7 +108,7 @@ def small_files(
         OSError: such a file cannot be read.
     """
     context = save.context
-    facts = {context.save_id.dcp_file_name(): extras.dcp_facts} if extras.dcp_facts else {}
+    facts = {context.save_id.dcp_file_name(): extras.dcp_facts()} if extras.dcp_facts is not None else {}
     records = list(records)  # decoded once
     index = layouts.merged(records)
     files = [
