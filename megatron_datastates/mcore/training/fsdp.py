@@ -1,9 +1,9 @@
 """Saves of Megatron-FSDP (`--use-megatron-fsdp`) in Megatron's training loop.
 
 Their state dicts have DTensors. Megatron calls that the format "fsdp_dtensor", and hands it to PyTorch's
-distributed checkpoints (DCP): to `dcp.save`, or with --async-save to what an "async strategy" has. In both,
-DCP plans which rank stores what. With `--ckpt-format datastates`, our save of the plan starts where DCP would
-write. The checkpoint is one of DCP's in our format, as DataStatesWriter saves them.
+distributed checkpoints (DCP): to `dcp.save`, or with --async-save to what an "async strategy" has. With
+`--ckpt-format datastates`, DCP only plans which rank stores what, and we save that as any other state. The
+checkpoint is one of DCP's in our format, as DataStatesWriter saves them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.dcp.items import PlannedState
-from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.files import path_of
 from megatron_datastates.mcore.errors import MegatronSaveFailedError
 from megatron_datastates.mcore.hooks.attach import replaced
@@ -36,118 +36,139 @@ from megatron_datastates.mcore.training.fsdp_shards import gathered_at_once
 from megatron_datastates.pipeline.publication import Publication
 
 _NOT_PREPARED = "Megatron-FSDP's state dicts are made anew in every save"
+# What DCP keeps of plans, so that a rank need not send one that is as in the last save.
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_final_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+)
+_planned_in: Any = None  # the world whose plans DCP keeps for us
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer; knows the path that it was given, which may be a URL."""
+
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self.given = path
+
+
+class _AsyncWriter:
+    """In place of a strategy's FileSystemWriterAsync, whose options are not about our saves."""
+
+    def __init__(self, path: str, use_cpu_shm_for_gpu_tensors: bool = False, **options: Any) -> None:
+        self.given = path  # Megatron looks for the other one
 
 
 @contextlib.contextmanager
 def saving(strategy: TrainingSaveStrategy) -> Iterator[None]:
-    """Wraps a `save_checkpoint` with Megatron-FSDP: what DCP has planned, `strategy` saves.
+    """Wraps a `save_checkpoint` with Megatron-FSDP: `strategy` saves what DCP has planned.
 
     Raises:
         SaveFailedError: the ranks could not plan the save, or a synchronous one failed; on all ranks.
     """
     from megatron.training import checkpointing
 
+    trainer = threading.get_ident()
     choose = getattr(checkpointing, "get_async_strategy", None)  # before 0.17, all saves are synchronous
 
-    class AsyncWriter(_Writer):
-        def __init__(self, path: str, use_cpu_shm_for_gpu_tensors: bool = False, **options: Any) -> None:
-            super().__init__(strategy, "async", path)  # none of these is about ours; Megatron looks for one
+    def save(state_dict: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != trainer:  # another thread of the program's
+            return state_dict_saver.save(state_dict, **kwargs)
+        publication = _start(strategy, state_dict, kwargs["storage_writer"].given, "sync")
+        raise_if_failed(publication, publication.wait())
+
+    def save_state_dict_async_plan(state_dict: Any, writer: _AsyncWriter, *args: Any, **kwargs: Any) -> Any:
+        return _start(strategy, state_dict, writer.given, "async")
 
     def get_async_strategy(*args: Any, **kwargs: Any) -> Any:
         assert choose is not None
         name, modules = choose(*args, **kwargs)
-        ours = {"FileSystemWriterAsync": AsyncWriter, "save_state_dict_async_plan": _plan}
+        ours = {
+            "FileSystemWriterAsync": _AsyncWriter,
+            "save_state_dict_async_plan": save_state_dict_async_plan,
+        }
         return name, modules | ours
 
-    def get_save_and_finalize_callbacks(writer: _Writer, *args: Any) -> Any:
+    def get_save_and_finalize_callbacks(writer: Any, publication: Publication, *args: Any) -> Any:
         kind = getattr(checkpointing.get_args(), "async_strategy", "mcore")
-        return make_request(writer.publication, kind, strategy.options.on_failure)
-
-    trainer = threading.get_ident()
-
-    class Chosen(FileSystemWriter):
-        """Other threads of the program may save with DCP meanwhile."""
-
-        def __new__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == trainer:
-                return _Writer(strategy, "sync", path)
-            return FileSystemWriter(path, *args, **kwargs)
+        return make_request(publication, kind, strategy.options.on_failure)
 
     with contextlib.ExitStack() as stack:
         if choose is not None:
             for function in (get_async_strategy, get_save_and_finalize_callbacks):
                 stack.enter_context(replaced(checkpointing, function.__name__, function))
-        stack.enter_context(replaced(dcp, "FileSystemWriter", Chosen))
+        stack.enter_context(replaced(dcp, "save", save))
+        stack.enter_context(replaced(dcp, "FileSystemWriter", _Writer))
         stack.enter_context(gathered_at_once())
-        try:
-            yield
-        except CheckpointException as error:
-            causes = [cause for cause, _ in error.failures.values()]
-            ours = next((cause for cause in causes if isinstance(cause, SaveFailedError)), None)
-            if ours is not None:
-                raise ours from ours.__cause__
-            message = f"the save was not planned, and nothing was written: {error}"
-            raise MegatronSaveFailedError(message) from error
+        yield
 
 
-def _plan(state_dict: Any, writer: _Writer, *args: Any, planner: SavePlanner, **kwargs: Any) -> None:
-    save(state_dict, storage_writer=writer, planner=planner)
+def _start(strategy: TrainingSaveStrategy, state_dict: Any, path: Any, mode: str) -> Publication:
+    """Starts a save of what DCP plans. Collective.
 
-
-class _Writer(StorageWriter):
-    """Starts a save of what DCP has planned. A synchronous one is published once `write_data` returns.
-
-    Attributes:
-        publication: the save, once it has started.
+    Raises:
+        SaveFailedError: DCP could not plan it; on all ranks.
     """
+    directory = path_of(path)
+    try:
+        plan, planner = _plan(state_dict)
+    except CheckpointException as error:
+        message = f"saving to {directory} was not planned, and nothing was written: {error}"
+        raise MegatronSaveFailedError(message) from error
+    meta = StorageMeta(checkpoint_id=str(directory), save_id=uuid.uuid4().hex)
+    facts = functools.partial(_facts, planner, meta, trust=strategy.options.trust_objects)
+    state = PlannedState(plan, planner, strategy.classifier)
+    publication = strategy.start_planned(state, directory, mode, facts)
+    publication.not_prepared_because = _NOT_PREPARED
+    return publication
 
-    publication: Publication
 
-    def __init__(self, strategy: TrainingSaveStrategy, mode: str, path: str) -> None:
-        self._strategy, self._mode, self._directory = strategy, mode, path_of(path)
+def _plan(state_dict: Any) -> tuple[SavePlan, SavePlanner]:
+    """Returns this rank's part of DCP's plan for a save. Collective.
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return bool(FileSystemWriter.validate_checkpoint_id(checkpoint_id))
+    Raises:
+        CheckpointException: a rank's part, or all together, could not be planned; on all ranks.
+    """
+    ranks = _DistWrapper(None, True, 0)
+    planner = _planner()
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+    def own_plan() -> SavePlan:
+        planner.set_up_planner(state_dict, is_coordinator=ranks.is_coordinator)
+        return planner.create_local_plan()
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self._directory), save_id=uuid.uuid4().hex)
+    def all_plans(plans: list[SavePlan]) -> list[SavePlan]:
+        return planner.create_global_plan(plans)[0]
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+    try:
+        return planner.finish_plan(ranks.reduce_scatter("plan", own_plan, all_plans)), planner
+    except BaseException:
+        _forget_plans()  # ranks and coordinator may have kept different ones
+        raise
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+def _planner() -> DefaultSavePlanner:
+    global _planned_in
+    world = dist.group.WORLD
+    if world is not _planned_in:
+        _forget_plans()  # in another world, the coordinator knows nothing of this rank's plans
+        _planned_in = world
+    try:
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+    except TypeError:  # an older torch
+        return DefaultSavePlanner()
+    planner._cached_plans_key = __name__
+    return planner
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Starts the save.
 
-        Raises:
-            SaveFailedError: it is a synchronous one, and failed; on all ranks.
-        """
-        strategy = self._strategy
-        state = PlannedState(plan, planner, strategy.classifier)
-        # Of the coordinator's planner, which is rank 0's.
-        facts = functools.partial(self._facts, getattr(planner, "metadata", None))
-        publication = strategy.start_planned(state, self._directory, self._mode, facts)
-        publication.not_prepared_because = _NOT_PREPARED
-        self.publication = publication
-        if self._mode == "sync":
-            raise_if_failed(publication, publication.wait())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+def _forget_plans() -> None:
+    for name in _CACHES:
+        getattr(SavePlanner, name, {}).pop(__name__, None)
 
-    def _facts(self, metadata: Metadata | None) -> bytes:
-        assert metadata is not None
-        found = Facts.of(metadata, self.storage_meta())
-        return found.encode(str(self._directory), trust=self._strategy.options.trust_objects)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass  # the save publishes itself
+def _facts(planner: Any, meta: StorageMeta, *, trust: bool) -> bytes:
+    """Returns what DCP knows of the state; for the coordinator, which is rank 0."""
+    metadata: Metadata = planner.metadata
+    return Facts.of(metadata, meta).encode(str(meta.checkpoint_id), trust=trust)
