@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 
@@ -342,6 +344,66 @@ def uneven_shards(directory: str, reference: str, rows: list[int], saves: bool, 
         found.append(state)
     assert_same(*found)
     report(folder)
+
+
+def shards_at_once(folder: str) -> None:
+    """Compares where shards lie with what Megatron-FSDP finds out tensor by tensor. On four ranks."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        gather_and_compute_chunk_metadata,
+    )
+
+    from megatron_datastates.mcore.training.fsdp_shards import chunks_of
+
+    rank, _ = join()
+    line, grid = (
+        init_device_mesh("cpu", (4,)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "dp")),
+    )
+    ordered = init_device_mesh("cpu", (2, 2))
+    ordered._shard_order = [1, 0]  # type: ignore[attr-defined]
+    sharded = [
+        (line, [Shard(0)]),
+        (line, [Shard(1)]),
+        (line, [Replicate()]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Shard(0), Shard(0)]),
+        (grid, [Shard(1), Shard(0)]),
+        (grid, [_StridedShard(0, split_factor=2), Shard(0)]),
+        (grid, [Shard(0), _StridedShard(0, split_factor=2)]),
+        (ordered, [Shard(0), Shard(0)]),
+    ]
+    state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}, "iteration": 3}
+    sizes, whole = random.Random(rank), {"shape": torch.Size([9, 9]), "stride": (9, 1)}
+    for number, (mesh, placements) in enumerate(sharded):
+        for name in (f"b{number}", f"a{number}"):
+            local = torch.zeros(sizes.randrange(4), sizes.randrange(4))
+            tensor = DTensor.from_local(local, mesh, placements, run_check=False, **whole)
+            state["model"][name] = tensor
+            if name.startswith("a"):
+                state["optimizer"]["state"][name] = {"exp_avg": tensor.detach().clone(), "step": 1}
+    found = chunks_of(state)
+    tensors = [*state["model"].values(), *(one["exp_avg"] for one in state["optimizer"]["state"].values())]
+    assert len(found) == len(tensors) == 27
+    for tensor in tensors:
+        expected, chunk = gather_and_compute_chunk_metadata(tensor), found[id(tensor)]
+        assert (tuple(chunk.offsets), tuple(chunk.sizes)) == (expected.offsets, expected.sizes)
+    report(folder, offsets=[list(found[id(tensor)].offsets) for tensor in tensors])
+
+
+def shards_that_a_rank_lacks(folder: str) -> None:
+    """A rank without elements of a parameter may have no state of it at all."""
+    from megatron_datastates.mcore.training.fsdp_shards import chunks_of
+
+    rank, ranks = join()
+    mesh, rows = init_device_mesh("cpu", (ranks,)), [2, 0, 3][rank]
+
+    def tensor() -> DTensor:
+        whole = {"shape": torch.Size([5, 2]), "stride": (2, 1)}
+        return DTensor.from_local(torch.zeros(rows, 2), mesh, (Shard(0),), run_check=False, **whole)
+
+    state = {"model": {"w": tensor()}, "state": {"w": {"exp_avg": tensor()}} if rows else {}}
+    found = chunks_of(state)
+    report(folder, offsets=sorted(list(chunk.offsets) for chunk in found.values()))
 
 
 def die(directory: str, plan: str, dying: int, folder: str) -> None:

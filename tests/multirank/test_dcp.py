@@ -89,6 +89,17 @@ def test_planners_that_cache_or_do_not_flatten_save(world: World, tmp_path: Path
     assert len(reports[0]["files"]) == 5, reports[0]["files"]
 
 
+def test_shards_found_at_once_are_where_megatron_fsdp_finds_them(world: World) -> None:
+    reports = world.run("dcp_ranks:shards_at_once", ranks=4)
+    assert len({str(found["offsets"]) for found in reports}) == 4, "the ranks have shards of their own"
+
+
+def test_a_rank_that_lacks_a_tensor_has_an_empty_shard_of_it(world: World) -> None:
+    """Megatron-FSDP would make the others wait for it."""
+    reports = world.run("dcp_ranks:shards_that_a_rank_lacks", ranks=3)
+    assert [found["offsets"] for found in reports] == [[[0, 0]] * 2, [[2, 0]], [[2, 0]] * 2]
+
+
 def test_uneven_shards_of_megatron_fsdp_are_exact(world: World, tmp_path: Path) -> None:
     places = tmp_path / "c", tmp_path / "reference"
     world.run("dcp_ranks:uneven_shards", *places, [5, 0, 2], True, ranks=3)
