@@ -123,7 +123,6 @@ class Save:
         self.engine, self.path, self.copies = engine, path, list(copies)
         self.end = end_of(copies) if end is None else end
         KEPT.extend(copy.source for copy in copies)
-        begin = time.perf_counter()
         self.job = engine.start(
             path=str(path),
             reserve_bytes=self.end if reserve is None else reserve,
@@ -133,7 +132,6 @@ class Save:
             output=output,
             **arrays(copies),
         )
-        self.start_seconds = time.perf_counter() - begin
 
     def append(self, copies: Sequence[Copy]) -> None:
         begin, self.end = self.end, end_of(copies)
