@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import STEPS, Reference
-from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Pretraining
+from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Pretraining, waits_in
 
 SIGKILLED = [-signal.SIGKILL, -signal.SIGKILL]
 MANY_STEPS, INTERVAL = 12, 5
@@ -33,7 +33,8 @@ def test_killed_run_resumes_exactly(
     arguments = train(MANY_STEPS, checkpoints.root, ckpt_format)
     mode = ["--async-save"] if ckpt_format == "datastates" else []
     killed = pretraining.start(
-        *(*arguments, *mode, "--save-interval", str(INTERVAL), "--step-delay-ms", "100")
+        *(*arguments, *mode, "--save-interval", str(INTERVAL), "--step-delay-ms", "100"),
+        environment=waits_in(MANY_STEPS),
     )
     killed.job.wait_until(lambda: checkpoints.tracked() == INTERVAL, timeout_seconds=60)
     if moment == "in second save":

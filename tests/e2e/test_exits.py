@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Reference
-from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining, waits_in
 
 STEPS = 12
 MODES: dict[str, list[str]] = {
@@ -79,24 +79,30 @@ def test_sigterm_in_mid_save_publishes_that_save_and_the_last_one(
     mode: list[str], pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
     """Writes are slow; the signal comes after the save has created its files and before it is published."""
-    checkpoints = Checkpoints(tmp_path / "ck")
-    slow = ["--datastates-write-limit", "4MB"]
-    arguments = train(checkpoints.root, "--ckpt-format", "datastates", "--save-interval", "4", *mode)
-    running = pretraining.start(*arguments, *slow, "--exit-signal-handler", "--step-delay-ms", "100")
-    running.job.wait_until(lambda: any(checkpoints.at(4).glob("data-*")), timeout_seconds=60)
-    assert checkpoints.published() == []
-    os.kill(running.job.pids[1], signal.SIGTERM)  # to one rank only: Megatron passes it on
 
-    ending = running.finish()
+    def is_in_mid_save(limit: str) -> bool:
+        checkpoints, is_signalled = Checkpoints(tmp_path / limit), tmp_path / f"signalled-{limit}"
+        arguments = train(checkpoints.root, "--ckpt-format", "datastates", "--save-interval", "4", *mode)
+        slow = ["--datastates-write-limit", limit, "--exit-signal-handler"]
+        running = pretraining.start(*arguments, *slow, environment=waits_in(7, is_signalled))
+        running.job.wait_until(lambda: any(checkpoints.at(4).glob("data-*")), timeout_seconds=60)
+        in_time = checkpoints.published() == []
+        os.kill(running.job.pids[1], signal.SIGTERM)  # to one rank only: Megatron passes it on
+        is_signalled.touch()
 
-    assert "exiting program after receiving SIGTERM" in ending.log
-    last = checkpoints.tracked()
-    assert last is not None and last < STEPS
-    assert checkpoints.published() == checkpoints.complete() == sorted({*range(4, last, 4), last})
-    assert "iteration       4 to" in ending.log  # the finalize functions of the interrupted save ran
-    resumed = pretraining.run(*arguments)
-    assert resumed.resumed_from(reference("tp2", STEPS)) == last
-    assert resumed.differences(reference("tp2", STEPS)) == []
+        ending = running.finish()
+
+        assert "exiting program after receiving SIGTERM" in ending.log
+        last = checkpoints.tracked()
+        assert last is not None and last < STEPS
+        assert checkpoints.published() == checkpoints.complete() == sorted({*range(4, last, 4), last})
+        assert "iteration       4 to" in ending.log  # the finalize functions of the interrupted save ran
+        resumed = pretraining.run(*arguments)
+        assert resumed.resumed_from(reference("tp2", STEPS)) == last
+        assert resumed.differences(reference("tp2", STEPS)) == []
+        return in_time
+
+    assert any(map(is_in_mid_save, ("4MB", "1MB", "300kB"))), "each save was published before the signal"
 
 
 def test_sigterm_before_any_save_leaves_one_checkpoint(pretraining: Pretraining, tmp_path: Path) -> None:

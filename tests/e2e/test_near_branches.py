@@ -11,7 +11,7 @@ import pytest
 
 from megatron_datastates.format.manifest import Ancestor, Manifest
 from tests.support.ranks import RankForge
-from tests.support.tiny import MANIFEST, Checkpoints, Ending, Pretraining
+from tests.support.tiny import MANIFEST, Checkpoints, Ending, Pretraining, waits_in
 
 STEPS = 40
 NEVER = ["--datastates-drain-every", "1000"]  # of a job that is killed, no checkpoint becomes far
@@ -54,7 +54,8 @@ class Run:
 
     def kill_at(self, iteration: int, *more: str) -> int:
         """Runs until this iteration is published near, kills the run, and returns the newest one there."""
-        running = self._pretraining.start(*self._arguments(*NEVER, "--step-delay-ms", "200", *more))
+        how = self._arguments(*NEVER, "--step-delay-ms", "200", *more)
+        running = self._pretraining.start(*how, environment=waits_in(12))
         running.job.wait_until(lambda: bool(self.near()) and self.near()[-1] >= iteration, 60)
         running.job.kill()
         return self.near()[-1]

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.exchange import exchange
 from tests.support.ranks import Job, RankForge
-from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining
+from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining, waits_in
 
 SLOW = ["--datastates-drain-limit", "1KiB"]  # the first checkpoint becomes far, no other
 
@@ -67,7 +67,8 @@ def killed_once(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> P
     """Returns the folder of the nodes of a killed run: iteration 2 is far, and newer ones are near."""
     folder = tmp_path_factory.mktemp("killed")
     nodes, pretraining = Nodes(folder), Pretraining(forge, folder / "runs")
-    killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
+    how = nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12)
+    killed = pretraining.start(*how, environment=waits_in(12))
     killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     assert nodes.far.published() == [2] and nodes.far.tracked() == 2
@@ -179,7 +180,7 @@ def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
 ) -> None:
     nodes = Nodes(tmp_path)
     how = nodes.arguments("--datastates-near-replicas", "1", steps=12)
-    killed = pretraining.start(*how, *SLOW, "--step-delay-ms", "300")
+    killed = pretraining.start(*how, *SLOW, "--step-delay-ms", "300", environment=waits_in(12))
     killed.job.wait_until(lambda: published(killed.job) >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     newest = newest_whole(nodes, (1 - lost,))
@@ -207,7 +208,7 @@ def test_two_nodes_are_replaced_one_after_the_other(
     for replaced in (None, 1, 0):
         if replaced is not None:
             shutil.rmtree(f"{nodes.root}-{replaced}")  # the node in its place has nothing
-        running = pretraining.start(*how, *NEVER)
+        running = pretraining.start(*how, *NEVER, environment=waits_in(12))
         running.job.wait_until(lambda job=running.job, before=reached: published(job) >= before + 2, 60)
         running.job.kill()
         reached = published(running.job)
@@ -227,7 +228,7 @@ def test_a_job_resumes_on_its_nodes_in_another_order_and_with_one_that_comes_bac
 ) -> None:
     nodes = Nodes(tmp_path)
     how = nodes.arguments("--step-delay-ms", "300", steps=12)
-    killed = pretraining.start(*how, *NEVER)
+    killed = pretraining.start(*how, *NEVER, environment=waits_in(12))
     killed.job.wait_until(lambda: published(killed.job) >= 4, 60)
     killed.job.kill()
     newest = newest_whole(nodes)

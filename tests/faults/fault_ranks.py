@@ -71,7 +71,7 @@ def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
     bad = Path(root, "bad")
     make_directory(bad)
     sharded = state(2)
-    slow = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    slow = DataStatesSaveStrategy(assume_immutable=True, options=Options(lazy_delay=3600.0))
     request = dist_checkpointing.save(sharded, str(bad), slow, async_sharded_save=True, **MCORE_QUEUE)
     if rank == failing_rank:
         ctypes.memset(sharded["weight"].data.data_ptr(), 7, sharded["weight"].data.nbytes)

@@ -1,5 +1,6 @@
 """Ranks of test_api.py."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -29,12 +30,16 @@ from saving_rank import (
 )
 
 from megatron_datastates.config import Options
+from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
 from megatron_datastates.mcore.save.mutability import proof_in_training_loop
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.providers.base import Mutability
+
+# Copies begin at the first poll or fence, and take about 0.6 s.
+SLOW = Options(copy_limit=2_000_000, lazy_delay=3600.0)
 
 
 def save_and_load(directory: str, mode: str, wrapped: bool, folder: str) -> None:
@@ -75,26 +80,29 @@ def step_during_slow_copy(directory: str, folder: str) -> None:
     """Steps while a promised tensor is being copied: the step waits for the copy, not for the write."""
     join()
     make_directory(Path(directory))
-    # The copy takes about 0.6 s, the write about 3 s.
-    options = Options(copy_limit=2_000_000, write_limit=400_000)
+    has_stepped, close = threading.Event(), TailWriter.close
+
+    def close_later(tail: TailWriter) -> int:
+        has_stepped.wait(60)  # nothing is written to the end before
+        return close(tail)
+
+    TailWriter.close = close_later  # type: ignore[method-assign]
     sharded = state(5)
     parameter = torch.nn.Parameter(sharded["weight"].data)
     parameter.grad = torch.ones_like(parameter)
     sharded["weight"].data = parameter
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    started = time.monotonic()
     request = dist_checkpointing.save(
         sharded,
         directory,
-        DataStatesSaveStrategy(assume_immutable=True, options=options),
+        DataStatesSaveStrategy(assume_immutable=True, options=SLOW),
         async_sharded_save=True,
     )
-    returned = time.monotonic()
     job = request.async_fn.publication.save
     copied_at_return = job.times()["staging"] > 0
     optimizer.step()
-    stepped = time.monotonic()
     written_at_step = job.times()["writing"] > 0
+    has_stepped.set()
     queue = AsyncCallsQueue()
     queue.schedule_async_request(request)
     queue.maybe_finalize_async_calls(blocking=True)
@@ -105,7 +113,6 @@ def step_during_slow_copy(directory: str, folder: str) -> None:
         copied_at_return=copied_at_return,
         written_at_step=written_at_step,
         copied_at_step=job.times()["staging"] > 0,
-        seconds=[returned - started, stepped - returned, job.times()["writing"]],
         fence=job.fence_seconds,
     )
 
@@ -113,8 +120,8 @@ def step_during_slow_copy(directory: str, folder: str) -> None:
 def saves_between_steps(root: str, folder: str) -> None:
     """Steps before any save, then starts two lazy saves, evaluates, and steps again."""
     join()
-    # Each copy takes about 0.6 s; the second save shares the first one's threads and slots.
-    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    # The second save shares the first one's threads and slots.
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=SLOW)
     value = state(5)["weight"].data
     parameter = torch.nn.Parameter(value.clone() + 1)
     parameter.grad = torch.ones_like(parameter)
@@ -149,7 +156,7 @@ def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
     make_directory(Path(directory))
     sharded = state(5)
     source = sharded["weight"].data
-    options = Options(copy_limit=2_000_000, tripwire=tripwire)
+    options = dataclasses.replace(SLOW, tripwire=tripwire)
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=options)
     request = dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True)
     source.fill_(-7)

@@ -202,6 +202,5 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
             device.hangs = True
         dist.barrier()
         publication.poll()
-    began = time.monotonic()
     saver.close()
-    report(folder, seconds=time.monotonic() - began, left=listed(root), failure=publication.save.failure)
+    report(folder, left=listed(root), failure=publication.save.failure)

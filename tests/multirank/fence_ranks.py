@@ -33,7 +33,8 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
-SLOW = Options(copy_limit=4_000_000)  # the copy of a rank's state takes most of a second
+# The copy of a rank's state begins at a poll or fence, and takes most of a second.
+SLOW = Options(copy_limit=4_000_000, lazy_delay=3600.0)
 VALUE, ELEMENTS = 3.0, 300_000
 
 

@@ -16,8 +16,8 @@ from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.loading.load import Checkpoint
 
-# Slots of the smallest size: what shares a slot with eager bytes is copied with them.
-SLOW = Options(slot_size=1 << 20, copy_limit=12_000_000)
+# Slots of the smallest size: what shares a slot with eager bytes is copied with them. Fences begin copies.
+SLOW = Options(slot_size=1 << 20, copy_limit=12_000_000, lazy_delay=3600.0)
 MARK = -7.0
 
 

@@ -19,7 +19,7 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
     directory = Path(root, "ck")
     strategy = DataStatesSaveStrategy(
         assume_immutable=True,
-        options=Options(copy_limit=1_000_000, slot_size=1 << 20, sample_seed=1, **options),
+        options=Options(lazy_delay=3600.0, slot_size=1 << 20, sample_seed=1, **options),
     )
     make_directory(directory)
     sharded = state(5)

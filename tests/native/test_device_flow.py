@@ -17,13 +17,14 @@ from tests.native.harness import (
     eventually,
     random_bytes,
     save_whole,
+    see_in_time,
 )
 
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 128  # cuda/device/copier.h
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
 BLOCKING_SYNC = 1  # a flag of cuEventCreate
-NEVER = 60.0  # seconds; longer than a test
+NEVER = 3600.0  # seconds; longer than a test
 
 
 def on_device(size: int, offset: int = 0, *, seed: int = 0, **options: bool) -> Copy:
@@ -45,28 +46,35 @@ def apart(memory: np.ndarray, size: int) -> list[Copy]:
 
 
 def test_copied_does_not_wait_for_the_disk(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    """Every write hangs: the copies are over all the same, and the sources are nobody's."""
-    engine = device_engines(most_slots=16, write_threads=1, faults="write:0:stall=300")
-    copy, stream = on_device(12 * SLOT), cuda.new_stream()
-    save = Save(engine, tmp_path / "data", [copy], stream=stream)
-    save.expect(Milestone.STAGED)
-    assert save.status["bytes_staged"] == save.end
-    assert save.status["bytes_written"] < save.end / 2
-    wanted = copy.source.tobytes()
-    copy.source[:] = 0
-    save.finish()
-    assert save.path.read_bytes()[: len(wanted)] == wanted
+    """The first write hangs: the copies are over all the same, and the sources are nobody's."""
+
+    def is_copied(milliseconds: int) -> bool:
+        faults = f"write:1:stall={milliseconds}"
+        engine = device_engines(most_slots=16, write_threads=1, faults=faults)
+        copy, stream = on_device(12 * SLOT), cuda.new_stream()
+        save = Save(engine, tmp_path / str(milliseconds), [copy], stream=stream)
+        save.expect(Milestone.STAGED)
+        assert save.status["bytes_staged"] == save.end
+        in_time = save.status["bytes_written"] == 0
+        wanted = copy.source.tobytes()
+        copy.source[:] = 0
+        save.finish()
+        assert save.path.read_bytes()[: len(wanted)] == wanted
+        return in_time
+
+    see_in_time(is_copied)
 
 
 def test_copied_comes_before_the_writes_of_an_earlier_save(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    engine = device_engines(most_slots=16, write_threads=1, write_limit=SLOT // 2)
+    engine = device_engines(most_slots=16, write_threads=1, write_limit=1)
+    engine.grow(16)
     stream = cuda.new_stream()
     first = Save(engine, tmp_path / "first", [Copy(random_bytes(4 * SLOT), 0)])
     first.expect(Milestone.STAGED)
     second = Save(engine, tmp_path / "second", [on_device(4 * SLOT, seed=1)], stream=stream)
-    second.expect(Milestone.STAGED)  # the writes take 16 s
+    second.expect(Milestone.STAGED)  # a write takes a day
     assert second.status["bytes_written"] == 0
     for save in (first, second):
         save.job.cancel("seen")
@@ -127,16 +135,19 @@ def test_one_saves_time_is_not_anothers(cuda: FakeCuda, device_engines: Engines,
 
 def test_copies_begin_as_soon_as_they_may(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     """A fence waits for them: it is not to wait for a thread that looks every 100 ms."""
-    engine, stream, waits = device_engines(), cuda.new_stream(), []
-    for i in range(5):
+    engine, stream = device_engines(), cuda.new_stream()
+
+    def is_soon(i: int) -> bool:
         save = Save(engine, tmp_path / str(i), [on_device(SLOT)], stream=stream, lazy_seconds=NEVER)
         time.sleep(0.02)  # the file is open, and nothing is left to do but wait
         begin = time.monotonic()
         engine.allow_lazy_copies(save.job, 0)
         save.expect(Milestone.ENQUEUED)
-        waits.append(time.monotonic() - begin)
+        seconds = time.monotonic() - begin
         save.finish()
-    assert min(waits) < 0.04
+        return seconds < 0.04
+
+    assert any(map(is_soon, range(100))), "each thread of a busy machine may be late, but not each time"
 
 
 def test_host_copies_wait_for_that_time_too(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
@@ -187,14 +198,17 @@ def test_copies_in_flight_are_bounded(cuda: FakeCuda, device_engines: Engines, t
     """However many tensors there are: the trainer's launches share a queue with them, and must not wait."""
     cuda.share_connection()
     trainer, memory = cuda.new_stream(), np.zeros(8, np.uint8)
-    cuda.delay_copies(seconds=0.0002)
+    cuda.hold_stream(trainer)
     save = Save(device_engines(), tmp_path / "data", many(4000), stream=trainer)
+    eventually(lambda: cuda.deepest_queue > MOST_IN_FLIGHT / 2, "copies wait for the trainer's stream")
+    cuda.delay_copies(seconds=0.0002)
+    cuda.release_stream(trainer)
     while not save.reaches(Milestone.ENQUEUED, 0.005):
-        cuda.launch_fill(trainer, memory.ctypes.data, 1, 8)
+        if cuda.is_idle(trainer):
+            cuda.launch_fill(trainer, memory.ctypes.data, 1, 8)
     save.finish()
     save.assert_stored()
-    # Events, waits and the trainer's kernels add some.
-    assert MOST_IN_FLIGHT / 2 < cuda.deepest_queue < MOST_IN_FLIGHT + 100
+    assert cuda.deepest_queue < MOST_IN_FLIGHT + 100  # events, waits and the trainer's kernels add some
 
 
 @pytest.mark.parametrize("bound", [8 << 20, 32 << 20])
@@ -206,9 +220,12 @@ def test_bytes_in_flight_are_bounded(
     memory = np.zeros(size * count, np.uint8)
     options = {"discard": True, "tripwire": False, "most_in_flight": bound}
     engine = device_engines(slot_bytes=size, most_slots=count + 2, **options)
-    cuda.delay_copies(seconds=0.005)
+    cuda.hold_copies()
     copies = apart(memory, size)
     save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())
+    eventually(lambda: cuda.copies_to_host >= bound // size, "as many as may be are in flight")
+    cuda.delay_copies(seconds=0.005)
+    cuda.release_copies()
     save.expect(Milestone.STAGED)
     in_flight = in_flight_after_each(cuda.log())
     assert in_flight[-1] == 0 and bound / 2 <= max(in_flight) <= bound
@@ -264,11 +281,14 @@ def test_bytes_in_flight_are_unbounded_while_the_trainer_waits_for_them(
     memory = random_bytes(size * count)
     engine = device_engines(slot_bytes=size, most_slots=2 * count, tripwire=False, most_in_flight=bound)
     copies = apart(memory, size)
-    cuda.delay_copies(seconds=0.002)
-    hurried = Save(engine, tmp_path / "hurried", copies, stream=cuda.new_stream())
+    cuda.hold_copies()
+    stream = cuda.new_stream()
+    hurried = Save(engine, tmp_path / "hurried", copies, stream=stream, lazy_seconds=NEVER)
     engine.allow_lazy_copies(hurried.job, 0.0, True)
+    eventually(lambda: cuda.copies_to_host > 4 * bound // size, "all copies are enqueued")
+    cuda.delay_copies(seconds=0.002)
+    cuda.release_copies()
     hurried.finish()
-    assert max(in_flight_after_each(cuda.log())) > 4 * bound
     before = len(cuda.log())
     save_whole(engine, tmp_path / "next", copies, stream=cuda.new_stream())
     assert max(in_flight_after_each(cuda.log()[before:])) <= bound
@@ -361,9 +381,8 @@ def test_the_trainer_is_held_back_while_a_copy_waits_in_the_driver(
     cuda.hold_call("cuMemcpyDtoHAsync")
     save = Save(engine, tmp_path / "data", [on_device(SLOT)], stream=trainer)
     eventually(lambda: cuda.calls("cuMemcpyDtoHAsync"), "a copy is about to be enqueued")
-    begin = time.monotonic()
     save.job.hold_back(trainer)
-    assert time.monotonic() - begin < NEVER / 2 and not save.reaches(Milestone.ENQUEUED, 0.0)
+    assert not save.reaches(Milestone.ENQUEUED, 0.0)
     cuda.release_call("cuMemcpyDtoHAsync")
     save.finish()
     save.assert_stored()
@@ -407,17 +426,19 @@ def test_the_streams_wait_is_measured_by_the_device(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     engine, trainer = device_engines(most_slots=8, tripwire=False), cuda.new_stream()
-    cuda.delay_copies(seconds=0.1)
+    cuda.hold_copies()
     save = Save(engine, tmp_path / "data", [on_device(5 * SLOT)], stream=trainer)
     save.expect(Milestone.ENQUEUED)
     begin = time.monotonic()
     save.job.hold_back(trainer)
     assert save.job.stream_waited() == 0  # it is not over, and nobody waits for it
+    cuda.delay_copies(seconds=0.02)
+    cuda.release_copies()
     cuda.synchronize(trainer)
-    waited = time.monotonic() - begin
+    longest = time.monotonic() - begin
     save.finish()
     eventually(save.job.stream_waited, "the wait is over")
-    assert 0.1 < save.job.stream_waited() <= waited + 0.05
+    assert 0 < save.job.stream_waited() < longest
 
 
 def test_the_wait_is_measured_while_another_thread_captures_a_graph(

@@ -13,7 +13,7 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.plans import Structure
 from megatron_datastates.providers.base import Mutability
-from tests.native.device_trainer import AFTER, Trainer, assert_published, failure
+from tests.native.device_trainer import AFTER, Trainer, assert_published, failure, samples_of
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
 from tests.native.harness import eventually
@@ -22,12 +22,14 @@ from tests.native.test_fork import in_child
 
 def test_a_fence_that_ends_in_mid_copy_fails_the_save_only(trainer: Trainer, tmp_path: Path) -> None:
     cuda, saver = trainer.cuda, trainer.saver(slots=2, fence_deadline=0.3)
-    cuda.delay_copies(seconds=0.1)
+    cuda.hold_copies()
     publication = saver.start(tmp_path / "late", DeviceTensors(trainer.model))
     native = publication.save._save
     assert native is not None
+    eventually(lambda: cuda.copies_to_host == samples_of(trainer) + 3, "two slots are being filled")
+    cuda.hold_call("cuMemcpyDtoHAsync")  # the driver takes no more copies
+    cuda.release_copies()
     eventually(lambda: native.status()["bytes_staged"], "the first chunks are copied")
-    cuda.hold_call("cuMemcpyDtoHAsync")  # the driver takes no more of them
     trainer.optimizer_step()
     cuda.synchronize(trainer.stream)
     assert {value for tensor in trainer.model.values() for value in tensor.tolist()} == {AFTER}

@@ -17,9 +17,11 @@ from megatron_datastates.providers.base import Mutability
 from tests.native.device_trainer import AFTER, SLOT, Trainer, assert_published, failure
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
-from tests.native.harness import eventually
+from tests.native.harness import eventually, see_in_time
 from tests.native.sampling import BLOCK
 from tests.unit.states import Chained
+
+NEVER = 3600.0  # seconds; longer than a test: copies begin at the first poll or fence
 
 
 def test_a_save_holds_what_the_model_was_when_it_began(trainer: Trainer, tmp_path: Path) -> None:
@@ -33,10 +35,10 @@ def test_a_save_holds_what_the_model_was_when_it_began(trainer: Trainer, tmp_pat
 
 @pytest.mark.parametrize("paranoid", [False, True])
 def test_a_step_without_the_fence_fails_the_save(trainer: Trainer, tmp_path: Path, paranoid: bool) -> None:
-    trainer.cuda.delay_copies(seconds=0.05)
-    saver = trainer.saver(tripwire=not paranoid, paranoid=paranoid)
+    saver = trainer.saver(tripwire=not paranoid, paranoid=paranoid, lazy_delay=NEVER)
     publication = saver.start(tmp_path, DeviceTensors(trainer.model))
     trainer.optimizer_step(fenced=False)
+    trainer.cuda.synchronize(trainer.stream)
     error = failure(publication)
     assert "'layer" in error and "changed too early" in error and "megatron_datastates.fence()" in error
     assert not is_published(tmp_path)
@@ -44,7 +46,7 @@ def test_a_step_without_the_fence_fails_the_save(trainer: Trainer, tmp_path: Pat
 
 def test_a_chunk_that_differs_is_reported_with_a_few_of_its_tensors(trainer: Trainer, tmp_path: Path) -> None:
     model = {f"bias{i}": torch.zeros(10) for i in range(20)}
-    saver = trainer.saver(tripwire=False, paranoid=True)
+    saver = trainer.saver(tripwire=False, paranoid=True, lazy_delay=NEVER)
     publication = saver.start(tmp_path, DeviceTensors(model))
     model["bias7"] += 1
     assert "one of the tensors 'bias0', 'bias1', 'bias10', 'bias11', 'bias12' and 15 more changed" in failure(
@@ -54,9 +56,10 @@ def test_a_chunk_that_differs_is_reported_with_a_few_of_its_tensors(trainer: Tra
 
 def test_a_step_without_the_fence_shows_in_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     """Shows that the tests above can fail, and what the tripwire is for."""
-    trainer.cuda.delay_copies(seconds=0.05)
-    publication = trainer.saver(tripwire=False).start(tmp_path, DeviceTensors(trainer.model))
+    saver = trainer.saver(tripwire=False, lazy_delay=NEVER)
+    publication = saver.start(tmp_path, DeviceTensors(trainer.model))
     trainer.optimizer_step(fenced=False)
+    trainer.cuda.synchronize(trainer.stream)
     assert publication.wait() is Outcome.PUBLISHED
     last = Checkpoint.open(tmp_path).read_tensor("layer5")
     assert not torch.equal(last, trainer.initial["layer5"])
@@ -115,14 +118,23 @@ def test_the_trainer_continues_at_the_fences_deadline(trainer: Trainer, tmp_path
 
 def test_a_fence_waits_for_copies_and_not_for_writes(trainer: Trainer, tmp_path: Path) -> None:
     """Two slots for seven chunks: the last two are copied when the fifth is written. Their writes stall."""
-    saver = trainer.saver(slots=2, faults="write:6:stall=2000,write:7:stall=2000")
-    publication = saver.start(tmp_path, DeviceTensors(trainer.model))
-    trainer.optimizer_step()
-    assert publication.save._save is not None
-    status = publication.save._save.status()
-    assert status["bytes_planned"] > 6 * SLOT
-    assert status["bytes_written"] <= 5 * SLOT
-    assert_published(publication, tmp_path, trainer.initial)
+
+    def passes_before_the_writes(milliseconds: int) -> bool:
+        wanted, folder = (
+            {key: one.clone() for key, one in trainer.model.items()},
+            tmp_path / str(milliseconds),
+        )
+        faults = f"write:6:stall={milliseconds},write:7:stall={milliseconds}"
+        publication = trainer.saver(slots=2, faults=faults).start(folder, DeviceTensors(trainer.model))
+        trainer.optimizer_step()
+        assert publication.save._save is not None
+        status = publication.save._save.status()
+        assert status["bytes_planned"] > 6 * SLOT
+        assert_published(publication, folder, wanted)
+        trainer.cuda.synchronize(trainer.stream)
+        return bool(status["bytes_written"] <= 5 * SLOT)
+
+    see_in_time(passes_before_the_writes)
 
 
 def test_strided_tensors_change_after_the_fence_only(trainer: Trainer, tmp_path: Path) -> None:
@@ -139,9 +151,10 @@ def test_strided_tensors_change_after_the_fence_only(trainer: Trainer, tmp_path:
 
 def test_strided_tensors_changed_without_the_fence_fail_the_save(trainer: Trainer, tmp_path: Path) -> None:
     memory = torch.randint(0, 200, (400, 600), dtype=torch.uint8)
-    trainer.cuda.delay_copies(seconds=0.002)
-    publication = trainer.saver(slots=2).start(tmp_path, DeviceTensors({"transposed": memory.t()}))
+    saver = trainer.saver(slots=2, lazy_delay=NEVER)
+    publication = saver.start(tmp_path, DeviceTensors({"transposed": memory.t()}))
     trainer.cuda.launch_fill(trainer.stream, memory.data_ptr(), AFTER, memory.nbytes)
+    trainer.cuda.synchronize(trainer.stream)
     assert "tensor 'transposed' changed too early" in failure(publication)
 
 
@@ -174,5 +187,5 @@ def test_saves_in_turn_leave_nothing_on_the_device(trainer: Trainer, tmp_path: P
         del publication
     gc.collect()
     # Two events of the last save, which the saver still knows, and the copier's; the samples of two saves.
-    assert trainer.cuda.live_events <= 3
+    eventually(lambda: trainer.cuda.live_events <= 3, "threads have let go of the saves")
     assert trainer.cuda.registered_bytes <= 3 * SLOT + 2 * BLOCK

@@ -106,11 +106,12 @@ def test_a_digest_pass_does_not_count_against_the_limit_of_writes(tmp_path: Path
 
 
 def test_a_source_that_changes_too_early_fails_a_digest_pass(tmp_path: Path) -> None:
-    engine = make_engine(slot_bytes=MIB, most_slots=2, paranoid=True, copy_limit=4 * MIB)
+    engine = make_engine(slot_bytes=MIB, most_slots=2, paranoid=True)
     copies = copies_of(4 * MIB)
-    save = Save(engine, tmp_path / "file", copies, output=Output.DIGESTS)
+    save = Save(engine, tmp_path / "file", copies, output=Output.DIGESTS, lazy_seconds=3600)
     assert save.reaches(Milestone.EAGER)
     copies[1].source[:] = np.bitwise_not(copies[1].source)
+    engine.allow_lazy_copies(save.job, 0)
     assert "changed before its copy was done" in save.failure()
     engine.close()
 

@@ -182,12 +182,10 @@ def test_a_module_that_was_carried_serves_where_it_is_asked_for(tmp_path: Path) 
 
 
 def test_a_process_that_is_late_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    begin = time.monotonic()
     hangs = f"sleep 1000 & echo $! > {tmp_path}/child; wait"
     assert processes.run_process(["sh", "-c", hangs], 1.0, tmp_path / "log") == "ended after its 1 s"
-    assert time.monotonic() - begin < 60
     stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # its parent is gone
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -224,13 +222,21 @@ def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
 
 
 def test_results_are_there_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = ENDS_EARLY.replace("sys.exit(", "import time; time.sleep(1.5); (")
+    (tmp_path / "unseen").touch()
+    unseen = f'pathlib.Path("{tmp_path}/unseen")'
+    slow = ENDS_EARLY.replace("sys.exit(", f"import time\nwhile {unseen}.exists(): time.sleep(0.01)\n(")
     run_as_part(monkeypatch, tmp_path, slow)
     monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.3)
     running = benchmark.Benchmark(parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
     seen: list[Any] = []
     write = running.write
-    monkeypatch.setattr(running, "write", lambda: seen.append(json.loads(write().read_text())["parts"]))
+
+    def look() -> None:
+        seen.append(json.loads(write().read_text())["parts"])
+        if seen[-1] != {"copies": {"status": "under way"}}:
+            (tmp_path / "unseen").unlink(missing_ok=True)
+
+    monkeypatch.setattr(running, "write", look)
     running.run(["copies"])
     running.close()
     assert seen[-1] == {"copies": {"status": "under way", "repeats": 2}}

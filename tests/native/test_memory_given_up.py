@@ -40,7 +40,7 @@ def is_copied(publication: Publication) -> bool:
 
 def slow_save(trainer: Trainer, folder: Path, **options: Any) -> Publication:
     trainer.cuda.delay_copies(seconds=0.05)
-    publication = trainer.saver(**options).start(folder, DeviceTensors(trainer.model))
+    publication = trainer.saver(**options, lazy_delay=3600.0).start(folder, DeviceTensors(trainer.model))
     assert not is_copied(publication)
     return publication
 
@@ -102,7 +102,7 @@ def test_host_memory_may_be_released_by_a_thread_that_works_for_the_trainer(
     monkeypatch.undo()  # no device in this test
     tensors = {str(i): torch.full((64 * SLOT,), i, dtype=torch.uint8) for i in range(4)}
     wanted = {key: tensor.clone() for key, tensor in tensors.items()}
-    saver = trainer.saver(copy_limit=64 * SLOT * 4)
+    saver = trainer.saver(copy_limit=64 * SLOT * 4, lazy_delay=3600.0)
     publication = saver.start(tmp_path, TensorProvider(tensors, Mutability.AT_FENCE))
     assert not is_copied(publication)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_datastates.engine import _native as native
@@ -18,16 +19,19 @@ from tests.native.harness import (
     FOOTER,
     KIB,
     MIB,
+    PATIENCE,
     Copy,
     Engines,
     Save,
     expected_bytes,
     random_bytes,
     save_whole,
+    see_in_time,
     threads_named,
 )
 
 SLOT = 64 * KIB
+NEVER = 3600.0  # seconds; longer than a test
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,57 +51,65 @@ def test_the_engines_threads_take_no_core_from_the_thread_that_wakes_them(
 
 
 def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: Path) -> None:
-    save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)])
-    assert save.start_seconds < 0.3  # the copies take twice that
+    engine = slow_engine(engines)
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)], lazy_seconds=NEVER)
     assert save.reaches(Milestone.EAGER, 0)  # there are none
     assert not save.reaches(Milestone.ENQUEUED, 0)
     assert save.status["bytes_staged"] == 0
+    engine.allow_lazy_copies(save.job, 0)
     save.expect(Milestone.ENQUEUED)
-    assert 0.4 < save.status["enqueued_at"] < 5
+    assert save.status["enqueued_at"] > 0.4
     save.finish()
     save.assert_stored()
 
 
 def test_eager_bytes_may_change_at_their_milestone(engines: Engines, tmp_path: Path) -> None:
     eager, lazy = random_bytes(SLOT - 100), random_bytes(4 * SLOT, 1)
-    save = Save(slow_engine(engines), tmp_path / "data", [Copy(eager, 0, eager=True), Copy(lazy, SLOT)])
+    engine, copies = slow_engine(engines), [Copy(eager, 0, eager=True), Copy(lazy, SLOT)]
+    save = Save(engine, tmp_path / "data", copies, lazy_seconds=NEVER)
     wanted = expected_bytes(save.copies)
     save.expect(Milestone.EAGER)
     assert not save.reaches(Milestone.ENQUEUED, 0)
     eager[:] = 0
+    engine.allow_lazy_copies(save.job, 0)
     save.finish()
     assert save.path.read_bytes()[: save.end] == wanted
 
 
 def test_lazy_bytes_may_change_at_the_fence(engines: Engines, tmp_path: Path) -> None:
-    lazy = random_bytes(4 * SLOT)
-    save = Save(slow_engine(engines, faults="write:0:stall=500"), tmp_path / "data", [Copy(lazy, 0)])
-    wanted = expected_bytes(save.copies)
-    save.expect(Milestone.ENQUEUED)
-    assert save.status["bytes_written"] < save.end  # staged, not yet stored
-    lazy[:] = 0
-    save.finish()
-    assert save.path.read_bytes()[: save.end] == wanted
+    def is_not_stored_yet(milliseconds: int) -> bool:
+        lazy, engine = random_bytes(4 * SLOT), slow_engine(engines, faults=f"write:1:stall={milliseconds}")
+        save = Save(engine, tmp_path / str(milliseconds), [Copy(lazy, 0)])
+        wanted = expected_bytes(save.copies)
+        save.expect(Milestone.ENQUEUED)
+        in_time = save.status["bytes_written"] < save.end
+        lazy[:] = 0
+        save.finish()
+        assert save.path.read_bytes()[: save.end] == wanted
+        return bool(in_time)
+
+    see_in_time(is_not_stored_yet)
 
 
 def test_a_change_before_the_fence_tears_the_save(engines: Engines, tmp_path: Path) -> None:
     """Shows that the two tests above can fail. The tripwire is off, since it would find the change."""
-    lazy = random_bytes(4 * SLOT)
-    save = Save(slow_engine(engines, tripwire=False), tmp_path / "data", [Copy(lazy, 0)])
+    lazy, engine = random_bytes(4 * SLOT), slow_engine(engines, tripwire=False)
+    save = Save(engine, tmp_path / "data", [Copy(lazy, 0)], lazy_seconds=NEVER)
     wanted = expected_bytes(save.copies)
     lazy[:] = 0
+    engine.allow_lazy_copies(save.job, 0)
     save.finish()
     assert save.path.read_bytes()[: save.end] != wanted
 
 
 def test_objects_are_not_waited_for_by_the_fence(engines: Engines, tmp_path: Path) -> None:
+    """Here their copies take 100 s."""
     engine = slow_engine(engines)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
-    save.append([Copy(random_bytes(5 * SLOT, 1), SLOT)])
+    save.append([Copy(np.zeros(1000 * SLOT, np.uint8), SLOT)])
     save.expect(Milestone.STAGED)
-    assert save.status["bytes_staged"] < 3 * SLOT
-    save.finish()
-    save.assert_stored()
+    assert save.status["bytes_staged"] < 1000 * SLOT
+    save.job.cancel("seen")
 
 
 def test_written_needs_the_input_to_be_closed(engines: Engines, tmp_path: Path) -> None:
@@ -108,16 +120,17 @@ def test_written_needs_the_input_to_be_closed(engines: Engines, tmp_path: Path) 
 
 
 def test_a_wait_ends_at_its_time(engines: Engines, tmp_path: Path) -> None:
-    save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(20 * SLOT), 0)])
+    save = Save(engines(), tmp_path / "data", [Copy(random_bytes(SLOT), 0)], lazy_seconds=NEVER)
     begin = time.monotonic()
     assert not save.reaches(Milestone.ENQUEUED, 0.1)
-    assert 0.09 < time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin > 0.09
 
 
 def test_a_cancelled_save_leaves_no_file_and_no_slot(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=20")
     for number in range(4):
-        save = Save(engine, tmp_path / f"cancelled-{number}", [Copy(random_bytes(50 * ALIGNMENT), 0)])
+        copies = [Copy(random_bytes(5000 * ALIGNMENT), 0)]  # whose writes would take 50 s
+        save = Save(engine, tmp_path / f"cancelled-{number}", copies)
         assert not save.reaches(Milestone.ENQUEUED, 0.03)
         save.job.cancel("enough")
         assert save.failure() == "cancelled: enough"
@@ -139,15 +152,19 @@ def test_a_save_cancelled_before_it_began_makes_no_file(engines: Engines, tmp_pa
 
 
 def test_a_save_cancelled_while_it_syncs_is_not_durable(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(faults="sync:1:stall=2000")
-    save = save_written(engine, tmp_path / "data")
-    engine.finish(job=save.job, footer=FOOTER, offset=save.end)
-    time.sleep(0.1)
-    save.job.cancel("too late for others")
-    save.failure(Milestone.DURABLE)
-    assert save.status["durable_at"] < 0
-    save.job.remove()
-    assert os.listdir(tmp_path) == []
+    def is_not_durable(milliseconds: int) -> bool:
+        engine = engines(faults=f"sync:1:stall={milliseconds}")
+        save = save_written(engine, tmp_path / "data")
+        engine.finish(job=save.job, footer=FOOTER, offset=save.end)
+        was_durable = save.reaches(Milestone.DURABLE, 0.1)
+        save.job.cancel("too late for others")
+        assert save.reaches(Milestone.DURABLE) and save.reaches(Milestone.RELEASED)
+        in_time = not was_durable and bool(save.error) and save.status["durable_at"] < 0
+        save.job.remove()
+        assert os.listdir(tmp_path) == []
+        return in_time
+
+    see_in_time(is_not_durable)
 
 
 def test_a_durable_save_can_be_taken_back(engines: Engines, tmp_path: Path) -> None:
@@ -188,12 +205,13 @@ def test_a_failed_start_keeps_no_thread_busy(engines: Engines, tmp_path: Path) -
 def test_a_save_is_sealed_while_the_next_one_is_written(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=ALIGNMENT, most_slots=4, write_threads=1, faults="write:0:stall=20")
     first = save_written(engine, tmp_path / "first")
-    second = Save(engine, tmp_path / "second", [Copy(random_bytes(50 * ALIGNMENT), 0)])
+    copies = [Copy(random_bytes(5000 * ALIGNMENT), 0)]  # whose writes would take 100 s
+    second = Save(engine, tmp_path / "second", copies)
     assert not second.reaches(Milestone.ENQUEUED, 0.05)
     first.finish()
     assert second.status["bytes_written"] < second.end
     first.assert_stored()
-    second.finish()
+    second.job.cancel("seen")
 
 
 def save_written(engine: native.Engine, path: Path) -> Save:
@@ -205,38 +223,57 @@ def save_written(engine: native.Engine, path: Path) -> Save:
 
 def test_a_file_that_opens_slowly_holds_up_no_other(engines: Engines, tmp_path: Path) -> None:
     """As long as there is a slot: the pool is as large as the largest shard."""
-    engine = engines(write_threads=2, faults="open:1:stall=1000")
-    slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(ALIGNMENT), 0)], reserve=MIB)
-    time.sleep(0.02)
-    save_whole(engine, tmp_path / "quick", [Copy(random_bytes(ALIGNMENT), 0)])
-    assert slow.status["reserved_at"] < 0
-    slow.finish()
+
+    def is_not_open_yet(milliseconds: int) -> bool:
+        engine = engines(write_threads=2, faults=f"open:1:stall={milliseconds}")
+        slow = Save(
+            engine, tmp_path / f"slow-{milliseconds}", [Copy(random_bytes(ALIGNMENT), 0)], reserve=MIB
+        )
+        time.sleep(0.02)  # or the other thread may be the first to open a file
+        save_whole(engine, tmp_path / f"quick-{milliseconds}", [Copy(random_bytes(ALIGNMENT), 0)])
+        in_time = slow.status["reserved_at"] < 0
+        slow.finish()
+        return bool(in_time)
+
+    see_in_time(is_not_open_yet)
 
 
-@pytest.mark.parametrize("faults", ["open:1:stall=1000", "reserve:1:stall=1000"])
-def test_staging_does_not_wait_for_the_file(engines: Engines, tmp_path: Path, faults: str) -> None:
+@pytest.mark.parametrize("call", ["open", "reserve"])
+def test_staging_does_not_wait_for_the_file(engines: Engines, tmp_path: Path, call: str) -> None:
     """A trainer waits for what is eager, and its fence for the rest: not for a busy file system."""
-    engine, whole = engines(most_slots=64, faults=faults), [Copy(random_bytes(2 * MIB), 0)]
-    save = Save(engine, tmp_path / "data", whole, reserve=2 * MIB + 128 * KIB)
-    save.append([Copy(random_bytes(64 * KIB), 2 * MIB)])
-    save.append([Copy(random_bytes(10), 2 * MIB + 64 * KIB)])
-    for milestone in (Milestone.EAGER, Milestone.STAGED, Milestone.APPENDED):
-        save.expect(milestone)
-    assert save.status["reserved_at"] < 0 and save.status["bytes_written"] == 0
-    save.finish()
-    save.assert_stored()
+
+    def has_no_file_yet(milliseconds: int) -> bool:
+        engine = engines(most_slots=64, faults=f"{call}:1:stall={milliseconds}")
+        whole = [Copy(random_bytes(2 * MIB), 0)]
+        save = Save(engine, tmp_path / str(milliseconds), whole, reserve=2 * MIB + 128 * KIB)
+        save.append([Copy(random_bytes(64 * KIB), 2 * MIB)])
+        save.append([Copy(random_bytes(10), 2 * MIB + 64 * KIB)])
+        for milestone in (Milestone.EAGER, Milestone.STAGED, Milestone.APPENDED):
+            save.expect(milestone)
+        status = save.status
+        save.finish()
+        save.assert_stored()
+        return bool(status["reserved_at"] < 0 and status["bytes_written"] == 0)
+
+    see_in_time(has_no_file_yet)
 
 
 def test_a_save_that_ends_before_it_has_a_file_gives_its_slots_back(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, write_threads=2, faults="open:1:stall=3000")
-    slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(10 * ALIGNMENT), 0)])
-    assert not slow.reaches(Milestone.STAGED, 0.1)  # it has both slots
-    slow.job.cancel("enough")
-    save_whole(engine, tmp_path / "next", [Copy(random_bytes(10 * ALIGNMENT), 0)])
-    assert slow.status["reserved_at"] < 0
-    assert slow.failure() == "cancelled: enough"
-    slow.job.remove()
-    assert os.listdir(tmp_path) == ["next"]
+
+    def is_not_open_yet(milliseconds: int) -> bool:
+        faults, folder = f"open:1:stall={milliseconds}", tmp_path / str(milliseconds)
+        engine = engines(slot_bytes=ALIGNMENT, most_slots=2, write_threads=2, faults=faults)
+        slow = Save(engine, folder / "slow", [Copy(random_bytes(10 * ALIGNMENT), 0)])
+        was_staged = slow.reaches(Milestone.STAGED, 0.1)  # as a rule, it has both slots
+        slow.job.cancel("enough")
+        save_whole(engine, folder / "next", [Copy(random_bytes(10 * ALIGNMENT), 0)])
+        in_time = not was_staged and slow.status["reserved_at"] < 0
+        assert slow.failure() == "cancelled: enough"
+        slow.job.remove()
+        assert os.listdir(folder) == ["next"]
+        return in_time
+
+    see_in_time(is_not_open_yet)
 
 
 def test_a_save_without_a_byte_has_a_file_all_the_same(engines: Engines, tmp_path: Path) -> None:
@@ -248,12 +285,11 @@ def test_a_save_without_a_byte_has_a_file_all_the_same(engines: Engines, tmp_pat
 
 @pytest.mark.parametrize("faults", ["", "write:0:stall=50", "open:1:stall=300", "sync:1:stall=300"])
 def test_closing_in_mid_save_joins_soon(engines: Engines, tmp_path: Path, faults: str) -> None:
+    """All copies would take more than ten minutes."""
     engine = engines(slot_bytes=ALIGNMENT, most_slots=2, copy_limit=20 * ALIGNMENT, faults=faults)
-    save = Save(engine, tmp_path / "data", [Copy(random_bytes(1000 * ALIGNMENT), 0)])
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(15_000 * ALIGNMENT), 0)])
     time.sleep(0.05)
-    begin = time.monotonic()
-    engine.close()
-    assert time.monotonic() - begin < 30, "all copies would take 50 s"
+    assert engine.close(PATIENCE)
     assert "the engine was closed" in save.failure()
     save.job.remove()
     assert os.listdir(tmp_path) == []
@@ -279,7 +315,7 @@ def test_closing_beside_a_thread_that_appends_is_safe(engines: Engines, tmp_path
         thread.start()
         time.sleep(0.001 * (number % 5))
         engine.close()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive() and [type(error) for error in reported] == [ValueError]
         assert save.reaches(Milestone.RELEASED)
 
@@ -296,15 +332,16 @@ def append_until_closed(save: Save, reported: list[BaseException]) -> None:
 
 def test_signals_reach_the_thread_that_waits(engines: Engines, tmp_path: Path) -> None:
     """A wait returns to Python every slice, so that a handler runs within it."""
-    save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(20 * SLOT), 0)])
-    rung: list[float] = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    save = Save(engines(), tmp_path / "data", [Copy(random_bytes(SLOT), 0)], lazy_seconds=NEVER)
+    rung: list[bool] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
     try:
-        begin = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        while not rung and time.monotonic() - begin < 5:
-            save.reaches(Milestone.ENQUEUED, 0.1)
-        assert rung and rung[0] - begin < 1.0
+        for _ in range(600):
+            assert not save.reaches(Milestone.ENQUEUED, 0.1)
+            if rung:
+                break
+        assert rung
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -316,25 +353,30 @@ class Rung(Exception):
 
 def test_signals_reach_a_thread_that_closes(engines: Engines, tmp_path: Path) -> None:
     """A disk that stalls keeps the engine's threads, and not the program from its signals."""
-    engine = engines(write_threads=1, faults="write:1:stall=2000")
-    save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
-    save.expect(Milestone.ENQUEUED)
-    time.sleep(0.3)  # until the write has begun
 
     def ring(*_: object) -> None:
         raise Rung
 
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        with pytest.raises(Rung):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            engine.close()
-        assert not save.reaches(Milestone.RELEASED, 0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    engine.close()
-    assert save.reaches(Milestone.RELEASED, 0)
+    def rings_while_it_writes(milliseconds: int) -> bool:
+        engine = engines(write_threads=1, faults=f"write:1:stall={milliseconds}")
+        save = Save(engine, tmp_path / str(milliseconds), [Copy(random_bytes(SLOT), 0)])
+        save.expect(Milestone.ENQUEUED)
+        time.sleep(0.1)  # as a rule, the write has begun then
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            with pytest.raises(Rung):
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                engine.close()
+                signal.pause()  # it is closed already: too late
+            in_time = not save.reaches(Milestone.RELEASED, 0)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        engine.close()
+        assert save.reaches(Milestone.RELEASED, 0)
+        return in_time
+
+    see_in_time(rings_while_it_writes)
 
 
 def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> None:
@@ -348,8 +390,14 @@ def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> N
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(10 * ALIGNMENT), 0)])
     save.job.close_input()
     del dropped
-    ctypes.PyDLL(None).usleep(1_000_000)  # keeps Python's lock
-    assert 0 < save.status["written_at"] < 0.9
+    interval, deadline = sys.getswitchinterval(), time.monotonic() + PATIENCE
+    sys.setswitchinterval(2 * PATIENCE)
+    try:
+        while not save.status["written_at"] > 0:  # which keeps Python's lock, as all of this does
+            assert time.monotonic() < deadline, "a worker waits for Python's lock"
+            ctypes.PyDLL(None).usleep(1_000)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_threads_that_cannot_start_are_reported_or_done_without(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The paranoid mode, which reads every byte twice and compares whole checksums."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import Copy, Engines, Save, random_bytes, save_whole
+from tests.native.harness import Copy, Engines, Save, random_bytes, save_whole, see_in_time
 from tests.native.tearing import SLOT, change, torn_at
 
 NEVER = 60.0  # seconds; longer than a test
@@ -61,15 +60,23 @@ def test_checksums_of_several_saves_are_kept_apart(engines: Engines, tmp_path: P
 def test_save_cancelled_in_its_first_copy_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, device: bool
 ) -> None:
-    engine = paranoid_engine(device_engines, most_slots=2, copy_limit=100 * SLOT)
-    copies, stream = [Copy(random_bytes(100 * SLOT), 0, device=device)], cuda.new_stream()
-    save = Save(engine, tmp_path / "data", copies, stream=stream)
-    assert not save.reaches(Milestone.EAGER, 0.1)
-    save.job.cancel("enough")
-    assert save.failure() == "cancelled: enough"
-    save.job.remove()
-    assert os.listdir(tmp_path) == []
-    save_whole(engine, tmp_path / "next", [Copy(random_bytes(SLOT), 0, device=device)], stream=stream)
+    stream = cuda.new_stream()
+
+    def is_released(milliseconds: int) -> bool:
+        rate, folder = 100 * SLOT * 1000 // milliseconds, tmp_path / str(milliseconds)
+        engine = paranoid_engine(device_engines, most_slots=2, copy_limit=rate)
+        copies = [Copy(random_bytes(100 * SLOT), 0, device=device)]
+        save = Save(engine, folder / "data", copies, stream=stream)
+        in_time = not save.reaches(Milestone.EAGER, 0.1)
+        save.job.cancel("enough")
+        assert save.failure() == "cancelled: enough"
+        save.job.remove()
+        assert list(tmp_path.rglob("data")) == []
+        next_copies = [Copy(random_bytes(SLOT), 0, device=device)]
+        save_whole(engine, folder / "next", next_copies, stream=stream)
+        return in_time
+
+    see_in_time(is_released)
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord"])

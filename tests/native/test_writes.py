@@ -22,6 +22,7 @@ from tests.native.harness import (
     descriptors_of,
     random_bytes,
     save_whole,
+    see_in_time,
 )
 
 COPIES = [Copy(random_bytes(300 * KIB), 0)]
@@ -166,13 +167,18 @@ def test_every_directory_that_was_made_is_synced_and_the_one_before(engines: Eng
 
 
 def test_durable_comes_after_the_sync(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(faults="sync:1:stall=1000")
-    save = Save(engine, tmp_path / "data", COPIES)
-    save.job.close_input()
-    save.expect(Milestone.WRITTEN)
-    engine.finish(job=save.job, footer=FOOTER, offset=save.end)
-    assert not save.reaches(Milestone.DURABLE, 0.1)
-    save.expect(Milestone.DURABLE)
+
+    def is_not_durable_before(milliseconds: int) -> bool:
+        engine = engines(faults=f"sync:1:stall={milliseconds}")
+        save = Save(engine, tmp_path / str(milliseconds), COPIES)
+        save.job.close_input()
+        save.expect(Milestone.WRITTEN)
+        engine.finish(job=save.job, footer=FOOTER, offset=save.end)
+        in_time = not save.reaches(Milestone.DURABLE, 0.1)
+        save.expect(Milestone.DURABLE)
+        return in_time
+
+    see_in_time(is_not_durable_before)
 
 
 def test_a_full_disk_is_found_before_the_first_write(engines: Engines, tmp_path: Path) -> None:
@@ -271,7 +277,7 @@ def test_a_write_limit_is_kept(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=16 * KIB, write_limit=MIB)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(256 * KIB), 0)])
     save.finish()
-    assert 0.2 < save.status["written_at"] < 2.0
+    assert save.status["written_at"] > 0.2
 
 
 def test_a_broken_fault_plan_is_refused(engines: Engines) -> None:

@@ -148,6 +148,14 @@ class Running:
         return self.job.wait(timeout_seconds, spare_peers=True)
 
 
+def waits_in(step: int, file: str | Path = "") -> dict[str, str]:
+    """Returns the environment of a run whose ranks wait in this step until a file exists.
+
+    Without one, they finalize saves until they are killed.
+    """
+    return {"TINY_WAITS": f"{step} {file}"}
+
+
 class Pretraining:
     """Launches tiny pretrainings, of two ranks by default, forked from one parent, each in its own folder."""
 

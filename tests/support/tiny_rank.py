@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ with contextlib.suppress(ImportError):  # not in every release
 
 Digests = dict[str, str]
 PROVIDED = "TINY_MODEL_PROVIDER"  # an environment variable
+WAITS = (
+    "TINY_WAITS"  # a step and a file: in that step, ranks wait until the file exists; without one, for ever
+)
 FAULTS = "MEGATRON_DATASTATES_FAULTS"
 SETTLED = ("async_save", "async_strategy", "use_persistent_ckpt_worker", "ckpt_assume_constant_structure")
 
@@ -66,6 +70,11 @@ class Recorder:
 
         def train_step(*args: Any, **options: Any) -> Any:
             results = take_step(*args, **options)
+            step, _, file = os.environ.get(WAITS, "").partition(" ")
+            while str(get_args().curr_iteration + 1) == step and not (file and Path(file).exists()):
+                if not file:  # all ranks do so until they are killed
+                    loop.maybe_finalize_async_save(blocking=False)
+                time.sleep(0.05)
             losses = {f"loss {name}": _text(value) for name, value in results[0].items()}
             self.states[f"step {get_args().curr_iteration + 1}"] = self.state() | losses
             for child in psutil.Process().children(recursive=True):

@@ -176,7 +176,7 @@ def test_a_directory_that_cannot_be_made_fails_the_save(saver, tmp_path):
 
 
 def test_a_fence_past_its_deadline_lets_the_trainer_go_and_the_save_fails(tmp_path):
-    saver = new_saver(fence_deadline=0.05, faults="write:1:stall=400", write_threads=1)
+    saver = new_saver(fence_deadline=0.05, copy_limit=1)
     state = State({"w": random_tensor(torch.uint8, (20 << 20,))}, mutability=Mutability.AT_FENCE)
     publication = saver.start(tmp_path / "c", state)
     FENCE.wait("the step")

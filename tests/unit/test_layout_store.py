@@ -186,12 +186,13 @@ def test_what_is_known_of_changing_structures_stays_bounded(
         for publication in [one for saves in begun[-4:] for one in saves]:
             until(lambda save=publication.save: save.is_durable or save.failure is not None)
         most = max(most, ranks.savers[0].session.layouts._bytes)
-    for _ in range(600):
-        if begun[-1][0].outcome is not Outcome.PENDING:
-            break
+
+    def last_is_over() -> bool:
         for publication in reversed(begun[-1]):
             publication.poll()
-        time.sleep(0.005)
+        return begun[-1][0].outcome is not Outcome.PENDING
+
+    until(last_is_over)
     outcomes = [saves[0].outcome for saves in begun]
     assert outcomes.count(Outcome.FAILED) == (failing is not None)
     assert outcomes.count(Outcome.PUBLISHED) == 60 - (failing is not None)

@@ -42,18 +42,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:
 # -- states -----------------------------------------------------------------------------------------------
 
 
-def test_a_save_goes_through_its_states(tmp_path):
-    saver = new_saver(faults="write:1:stall=400,sync:1:stall=400")
+def test_a_save_goes_through_its_states(saver, tmp_path, monkeypatch):
+    """The finishing thread is held in each of them until it was seen."""
+    may_end = [hold(monkeypatch, name) for name in ("wait_written", "wait_durable")]
     publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
     seen = [publication.state.value]
     FENCE.wait("the step")
-    while publication.state.value != "durable":
-        seen.append(publication.state.value)
     seen.append(publication.state.value)
+    for event in may_end:
+        event.set()
+        while publication.state.value == seen[-1]:
+            time.sleep(0.001)
+        seen.append(publication.state.value)
     publication.wait()
     seen.append(publication.state.value)
-    assert list(dict.fromkeys(seen)) == ["enqueued", "staged", "written", "durable", "published"]
-    saver.close()
+    assert seen == ["enqueued", "staged", "written", "durable", "published"]
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
+    """Makes a wait of the finishing thread last until the event is set."""
+    wait, may_end = getattr(FileSave, name), threading.Event()
+    monkeypatch.setattr(FileSave, name, lambda file: may_end.wait(0.1) and wait(file))
+    return may_end
 
 
 def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
@@ -145,14 +155,16 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
 
 
 def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):
+    second_failed = threading.Event()
     monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: time.sleep(0.5))
+    monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: second_failed.wait(LIMIT_SECONDS))
     first = saver.start(tmp_path / "first", State(BIG))
     while first._publisher is None:
         first.poll()
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG))
     assert second.wait() is Outcome.FAILED
+    second_failed.set()
     assert "can't start new thread" in second.error
     second.join()
     assert data_files(tmp_path / "second") == []
@@ -220,7 +232,7 @@ def test_a_poll_starts_the_publisher_later_unless_the_trainer_waits(saver, tmp_p
     assert slept[3:] == [0.0, 0.0]
 
 
-def test_a_poll_starts_copies_later_unless_the_trainer_waits(saver, tmp_path, monkeypatch) -> None:
+def test_a_poll_starts_copies_later_unless_the_trainer_waits(tmp_path, monkeypatch) -> None:
     allowed: list[float] = []
     allow = FileSave.allow_lazy_copies
 
@@ -229,6 +241,7 @@ def test_a_poll_starts_copies_later_unless_the_trainer_waits(saver, tmp_path, mo
         allow(file, seconds, **options)
 
     monkeypatch.setattr(FileSave, "allow_lazy_copies", noting)
+    saver = new_saver(lazy_delay=3600.0)  # copies do not begin by themselves
     publication = saver.start(tmp_path / "polled", State(BIG, mutability=Mutability.AT_FENCE))
     allowed.clear()
     publication.poll()
@@ -239,6 +252,7 @@ def test_a_poll_starts_copies_later_unless_the_trainer_waits(saver, tmp_path, mo
     allowed.clear()
     saver.start(tmp_path / "awaited", State(BIG, mutability=Mutability.AT_FENCE)).wait()
     assert allowed[-1] == 0.0 and COPIES_AFTER_POLL_SECONDS not in allowed
+    saver.close()
 
 
 # -- the end of the interpreter ---------------------------------------------------------------------------

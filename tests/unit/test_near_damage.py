@@ -154,7 +154,7 @@ def test_a_failed_save_keeps_nothing_in_memory_of_what_was_sent(tmp_path: Path) 
     del failed
     assert nodes.save(2).outcome is Outcome.FAILED  # the last one is not forgotten yet
     gc.collect()
-    assert near() is None
+    eventually(lambda: near() is None)  # the thread that removed its files may hold it a little longer
     nodes.close()
 
 

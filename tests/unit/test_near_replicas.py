@@ -322,7 +322,6 @@ def test_left_overs_of_another_job_are_no_copies(tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(serving, "TIMEOUT_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("quick")
@@ -390,6 +389,7 @@ def test_a_file_that_is_damaged_on_its_node_is_not_copied(
 def test_a_node_that_does_not_answer_holds_nobody_for_ever(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(serving, "TIMEOUT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts, and says nothing
         port = listening.getsockname()[1]
         if how == "gone":

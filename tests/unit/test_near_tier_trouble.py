@@ -27,7 +27,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
-from megatron_datastates.pipeline.near.copying import Copier
+from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, remove_saves
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -214,9 +214,10 @@ def test_what_saves_under_way_have_yet_to_write_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one of two saves at once would fail, as no space is reserved before a file is open."""
-    nodes = Nodes(tmp_path, {"faults": "open:1:stall=1000"}, {})
+    nodes = Nodes(tmp_path, {"lazy_delay": 3600.0}, {})  # a save ends after its first poll
     monkeypatch.setattr(tier, "SPARE_BYTES", 1 << 20)
     monkeypatch.setattr(tier, "free_bytes", lambda root: 9 << 19)
+    monkeypatch.setattr(tier, "occupied_bytes", lambda folder, save_id: 0)  # no file is open yet
     saver, state = nodes.ranks.savers[0], states_of(1)[0]  # of 2 MB
 
     def start(iteration: int) -> Publication:
@@ -481,23 +482,50 @@ def test_a_save_is_published_near_while_the_drain_hangs_in_save(tmp_path: Path) 
 def test_rank_0_waits_at_the_end_while_a_large_file_of_another_node_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """By the drains' clock, the file takes longer than rank 0 waits without any progress."""
+    clock = SimpleNamespace(now=0.0, sleep=time.sleep)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(drain, "time", clock)
     monkeypatch.setattr(drain, "_STALLED_SECONDS", 2.5)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.02)
     monkeypatch.setattr(copying, "PIECE_BYTES", MIB)
-    nodes = Nodes(tmp_path, {}, {"drain_limit": MIB})  # a piece a second
+    nodes = Nodes(tmp_path)
+    first, other = (saver.near.drain for saver in nodes.ranks.savers)  # type: ignore[union-attr]
+
+    def take_a_second(self: Limit, count: int) -> None:
+        if self is other._limit:
+            wait_for(lambda: first._closing and first._progress == clock.now)  # it has seen the last piece
+            clock.now += 1.0
+
+    monkeypatch.setattr(Limit, "take", take_a_second)
     states = states_of(1)
     states[1] = State({"w1": torch.zeros(5 * MIB, dtype=torch.uint8)})
     nodes.ranks.save(nodes.directory(1), states)
     nodes.close()
     assert nodes.is_far(1) and "in the near tiers only" not in caplog.text
+    assert clock.now == 6.0
 
 
-def test_a_save_is_published_far_while_the_next_one_is_copied(tmp_path: Path) -> None:
-    """The other node is late with the first save, and the copy of the second one takes seconds."""
-    nodes = Nodes(tmp_path, {"drain_limit": 384 << 10}, {"faults": "drain sync:1:stall=1500"})
+def test_a_save_is_published_far_while_the_next_one_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node is late with the first save, and the copy of the second one takes long."""
+    nodes, has_begun, may_end, copy = Nodes(tmp_path), threading.Event(), threading.Event(), Copier.copy
+
+    def copy_in_turn(self: Copier, source: Path, target: Path, *more: Any) -> None:
+        if target.parent == nodes.directory(2) and source.name.startswith("data-00000-"):
+            has_begun.set()
+            assert may_end.wait(PATIENCE_SECONDS)
+        elif target.parent == nodes.directory(1) and source.name.startswith("data-00001-"):
+            assert has_begun.wait(PATIENCE_SECONDS)
+        copy(self, source, target, *more)
+
+    monkeypatch.setattr(Copier, "copy", copy_in_turn)
     for iteration in (1, 2):
         nodes.save(iteration)
     wait_for(lambda: nodes.is_far(1))
     assert not list(nodes.directory(2).glob("data-00000-*.bin"))
+    may_end.set()
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)

@@ -305,7 +305,7 @@ def test_hundreds_of_large_objects_pass_through_one_slot(
 def test_a_second_save_begins_while_the_objects_of_the_first_wait_for_one_slot(
     tmp_path: Path, one_slot: dict[str, Any]
 ) -> None:
-    saver = new_saver(**one_slot, faults="write:3:stall=0.3")
+    saver = new_saver(**one_slot, faults="write:3:stall=300")
     first = saver.start(tmp_path / "a", Large(50, NEVER))
     second = saver.start(tmp_path / "b", Large(50, NEVER))
     assert first.wait() is Outcome.PUBLISHED and second.wait() is Outcome.PUBLISHED

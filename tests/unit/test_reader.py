@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.dcp import reading
 from megatron_datastates.dcp.reading import find_fragment
-from megatron_datastates.engine.reader import SLOT_BYTES
+from megatron_datastates.engine.reader import SLOT_BYTES, Reader
 from megatron_datastates.errors import CorruptDataError, FormatError
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -224,24 +224,29 @@ class Stop(Exception):
     pass
 
 
-def test_an_interrupted_load_writes_nothing_afterwards(tmp_path):
+def test_an_interrupted_load_writes_nothing_afterwards(tmp_path, monkeypatch):
+    """The signal comes after the first tenth of a second of the read, whose end would take ten seconds."""
     ds.save({"w": torch.ones(40 << 18)}, tmp_path / "c", **SMALL)
     target = torch.zeros(40 << 18)
-    options = dataclasses.replace(OPTIONS, faults="read:0:stall=100", read_threads=1)
+    options = dataclasses.replace(OPTIONS, faults="read:0:stall=1000", read_threads=1)
     checkpoint = Checkpoint.open(tmp_path / "c", options)
+    read = Reader._read_files
+
+    def read_interrupted(reader: Reader, sources: Any, spans: Any, progress: Any) -> Any:
+        return read(reader, sources, spans, lambda bytes_read: signal.raise_signal(signal.SIGUSR1))
 
     def stop(*_: object) -> None:
         raise Stop
 
     before = signal.signal(signal.SIGUSR1, stop)
+    monkeypatch.setattr(Reader, "_read_files", read_interrupted)
     try:
-        threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
         with pytest.raises(dcp.api.CheckpointException) as caught:
             dcp.load({"w": target}, storage_reader=DataStatesReader(checkpoint))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert isinstance(caught.value.failures[0][0], Stop)
-    assert not target[-1]  # ten reads take a second
+    assert not target[-1]
     there = target.clone()
     time.sleep(0.3)
     assert torch.equal(target, there)

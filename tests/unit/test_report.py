@@ -143,7 +143,7 @@ def test_held_time_is_start_and_fence_and_polls(reporting, tmp_path):
     (report,) = lines()
     assert set(report["held_parts_ms"]) == {"start", "fence", "polls"}
     assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
-    assert report["fence_ms"] <= report["held_parts_ms"]["fence"] + 100
+    assert 0 < report["held_parts_ms"]["fence"] <= report["fence_ms"] + 0.01
 
 
 def lazy() -> State:
@@ -154,11 +154,12 @@ def test_the_report_says_when_the_footer_could_be_written(reporting, tmp_path):
     saver, lines = reporting
     publication = saver.start(tmp_path / "0", lazy())
     publication.poll()  # copies begin
-    time.sleep(0.2)  # a forward and backward pass; the disk is long done
-    FENCE.wait("the step")
+    while not publication.save.times()["writing"] > 0:
+        time.sleep(0.001)
+    FENCE.wait("the step")  # after a forward and backward pass: the disk is long done
     publication.wait()
     (report,) = lines()
-    assert report["writing_ms"] < 200 <= report["confirmed_ms"] <= report["durable_ms"]
+    assert report["writing_ms"] <= report["confirmed_ms"] < report["published_ms"]
 
 
 def test_what_follows_save_checkpoint_until_the_first_poll_is_held_time(reporting, tmp_path):

@@ -103,7 +103,8 @@ def test_what_was_copied_before_the_save_returned_is_not_kept(tmp_path):
 
 def test_an_interrupted_fence_holds_the_next_step_too(tmp_path):
     """A notebook goes on after Ctrl-C. Here one row changes, which the tripwire need not see."""
-    saver = new_saver(copy_limit=4 << 20, tripwire=False)
+    # The fence begins the copies, which take a second.
+    saver = new_saver(copy_limit=4 << 20, tripwire=False, lazy_delay=3600.0)
     tensor = torch.zeros(1024, 1024)
     publication = saver.start(tmp_path / "c", State({"w": tensor}, mutability=Mutability.AT_FENCE))
 

@@ -9,7 +9,6 @@ import inspect
 import logging
 import multiprocessing
 import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,12 +132,15 @@ def test_retention_deletes_only_beside_a_complete_latest_checkpoint(root, tracke
     assert not deleted(root, 200) or tracked != "200"
 
 
-def test_retention_waits_for_a_tracker_that_is_being_written(root: Path) -> None:
+def test_retention_waits_for_a_tracker_that_is_being_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / TRACKER_NAME).write_text("")
-    writes = threading.Timer(0.2, (root / TRACKER_NAME).write_text, ["200"])
-    writes.start()
+    clock = SimpleNamespace(
+        monotonic=lambda: 0.0, sleep=lambda seconds: (root / TRACKER_NAME).write_text("200")
+    )
+    monkeypatch.setattr(retention, "time", clock)
     assert deleted(root, 100)
-    writes.join()
 
 
 def test_a_deletion_takes_the_manifest_first(root: Path) -> None:

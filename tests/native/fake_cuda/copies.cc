@@ -34,6 +34,7 @@ int EnqueueCopy(void* stream, const std::string& size, const HostEnd& host, cons
   if (!IsAllocated(device.memory, device.bytes)) return kInvalidValue;
   const std::string name = NameOf(stream);
   auto mark = Enqueue(stream, [=] {
+    AwaitCopyAllowed();
     SleepForCopy(host.bytes);
     Lock lock(TheWorld().mutex);
     World& world = TheWorld();

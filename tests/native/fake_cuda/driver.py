@@ -127,6 +127,13 @@ class FakeCuda:
         """Makes the nth call from now on fail; 0: every one."""
         self._library.fake_fail(name.encode(), ctypes.c_long(nth), code)
 
+    def hold_copies(self) -> None:
+        """Makes every copy that has not begun to run wait, on its stream, until `release_copies`."""
+        self._library.fake_hold_copies(1)
+
+    def release_copies(self) -> None:
+        self._library.fake_hold_copies(0)
+
     def delay_copies(self, seconds: float = 0.0, nanoseconds_per_byte: float = 0.0) -> None:
         self._library.fake_delay_copies(int(seconds * 1e6), ctypes.c_double(nanoseconds_per_byte))
 

@@ -153,6 +153,13 @@ void fake_fail(const char* name, long nth, int code) {
   world.lost |= nth == 0;
 }
 
+// Copies are enqueued, and none runs.
+void fake_hold_copies(int held) {
+  Lock lock(TheWorld().mutex);
+  TheWorld().copies_held = held != 0;
+  TheWorld().changed.notify_all();
+}
+
 void fake_delay_copies(int microseconds, double nanoseconds_per_byte) {
   Lock lock(TheWorld().mutex);
   TheWorld().microseconds_per_copy = microseconds;
@@ -224,6 +231,7 @@ void fake_let_go() {
   world.held_calls.clear();
   world.hidden.clear();
   world.capturing = false;
+  world.copies_held = false;
   world.microseconds_per_copy = 0;
   world.nanoseconds_per_byte = 0;
   world.one_connection = false;

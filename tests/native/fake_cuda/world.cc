@@ -113,6 +113,12 @@ std::string NameOf(void* handle) {
   return "unknown";
 }
 
+void AwaitCopyAllowed() {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  world.changed.wait(lock, [&] { return !world.copies_held; });
+}
+
 void SleepForCopy(size_t bytes) {
   double nanoseconds;
   {

@@ -72,6 +72,7 @@ struct World {
   std::set<std::string> hidden;
   bool one_connection = false;  // all streams share one queue: a full one makes every launch wait
   size_t deepest_queue = 0;     // the most operations that a stream, or that queue, has held
+  bool copies_held = false;     // none begins to run
   int microseconds_per_copy = 0;
   double nanoseconds_per_byte = 0;
   bool lost = false;       // some call was ordered to fail for ever
@@ -93,6 +94,7 @@ std::shared_ptr<Mark> Enqueue(void* stream, std::function<void()> work);
 void Await(const std::shared_ptr<Mark>& mark);
 void Log(const std::string& line);
 std::string NameOf(void* handle);
+void AwaitCopyAllowed();
 void SleepForCopy(size_t bytes);
 bool IsPageLocked(const void* memory, size_t bytes);
 bool IsRegistered(const World& world, const void* memory, size_t bytes);  // with the lock
