@@ -41,6 +41,9 @@ class Reader(Protocol):
 class Fence:
     """The saves of this process that mutations must wait for.
 
+    Attributes:
+        frees: calls so far that free or unmap memory; None while nobody watches them.
+
     Used by the trainer's thread, by threads that work for it while it waits (autograd's), and by one that
     aborts its queue: each changes a list by one atomic operation, which another may have made before it.
     """
@@ -50,6 +53,7 @@ class Fence:
         # A plain list, so that testing for emptiness is cheap. Saves leave it when discarded or
         # garbage-collected.
         self.readers: list[weakref.ref[Reader]] = []
+        self.frees: int | None = None
 
     def add(self, save: Fenced) -> None:
         self._standing.append(save)
@@ -81,6 +85,10 @@ class Fence:
     def discard_reader(self, save: Reader) -> None:
         """Removes a save whose copies are over."""
         self._forget_reader(weakref.ref(save))
+
+    def note_free(self) -> None:
+        """Counts a call that frees or unmaps memory. Copies may still read it."""
+        self.frees = (self.frees or 0) + 1
 
     def wait_until_unread(self, storage: int | None = None) -> None:
         """Returns when no save reads that storage any more (an UntypedStorage's `_cdata`; None: any storage).

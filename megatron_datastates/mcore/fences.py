@@ -21,7 +21,6 @@ from megatron_datastates.engine.fence import FENCE
 # Optimizers whose pre-step hook has fired: their memory is known to change only after a fence.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
-frees = 0  # calls so far that free or unmap memory
 _FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
@@ -41,6 +40,7 @@ def install() -> None:
         register_optimizer_step_pre_hook(_before_step)
         for name in _FREEING_METHODS:
             setattr(torch.UntypedStorage, name, _unread_before(getattr(torch.UntypedStorage, name)))
+        FENCE.frees = 0
         _installed = True
 
 
@@ -49,8 +49,7 @@ def _unread_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def unread_before(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global frees
-        frees += 1
+        FENCE.note_free()
         if FENCE.readers:
             FENCE.wait_until_unread(self._cdata)
         return original(self, *args, **kwargs)
@@ -62,8 +61,7 @@ def wrap_unmap(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that unmaps device memory; which tensors lie in it is unknown, so it waits for all."""
 
     def unmap(*args: Any, **kwargs: Any) -> Any:
-        global frees
-        frees += 1
+        FENCE.note_free()
         FENCE.wait_until_unread()
         return original(*args, **kwargs)
 

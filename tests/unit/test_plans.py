@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
-from megatron_datastates.errors import MismatchError
+from megatron_datastates.errors import MismatchError, SaveFailedError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saving.plans import Memory, Plans, StatePlan
@@ -196,6 +197,33 @@ def test_memory_that_a_tensor_gets_later_is_not_saved(tmp_path: Path) -> None:
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
     assert torch.equal(ds.open(tmp_path / "c", **SMALL).read_tensor("w"), wanted) and spoiled[0] == -1
+
+
+def come_back_smaller(tensor: torch.Tensor, size: int) -> bool:
+    """Frees the memory, and tries to get less at the same address; returns whether that worked."""
+    storage, kept = tensor.untyped_storage(), []
+    address = storage.data_ptr()
+    for _ in range(60):
+        storage.resize_(0)
+        storage.resize_(size)
+        if storage.data_ptr() == address:
+            return True
+        kept.append(torch.empty(size // 4))
+    return False
+
+
+def test_memory_that_came_back_smaller_at_the_same_address_is_not_left(tmp_path: Path) -> None:
+    """A structure whose addresses are as at the last save is not looked at again, unless memory was freed."""
+    tried = 0
+    for size, part in itertools.product((1000, 5000, 20_000, 30_000), (0.5, 0.75, 0.9)):
+        w = torch.full((size,), 1.0)
+        ds.save({"w": w}, tmp_path / "whole", **SMALL)
+        if come_back_smaller(w, 4 * int(size * part)):
+            tried += 1
+            with pytest.raises(SaveFailedError, match="'w' ends beyond its storage of"):
+                ds.save({"w": w}, tmp_path / "part", **SMALL)
+    if not tried:
+        pytest.skip("the allocator did not give any memory again")
 
 
 class SlowObject:

@@ -25,6 +25,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.format.tables import Words
 from megatron_datastates.mcore import fences
@@ -136,7 +137,7 @@ class Preparation:
         self._left_out: set[str] = set()  # keys of objects in no state dict
         self._leaves_out = False
         self._current: Found | None = None  # the tensors of the survey
-        self._frees = 0  # calls that had freed memory by then
+        self._frees: int | None = None  # calls that had freed memory by then
         self.is_taken = False  # its tensors went to a strategy
 
     # -- a full save ------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class Preparation:
         Raises:
             UnprovableError: something has changed.
         """
-        self._frees = fences.frees
+        self._frees = FENCE.frees
         self._current = self._survey.tensors_if_unchanged(call["optimizer"])
 
     def thin_models(self, *, leaves_out: bool) -> list[Any]:
@@ -327,7 +328,7 @@ class Preparation:
             SaveFailedError: one has changed.
         """
         assert self._current is not None
-        if is_megatrons_alone() and fences.frees == self._frees:
+        if is_megatrons_alone() and FENCE.frees == self._frees:
             return self._current
         try:
             return self._survey.found_again(self._current)

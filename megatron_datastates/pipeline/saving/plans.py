@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.engine.exchange import Described, Facts, describe
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tables import Words
@@ -265,7 +266,8 @@ class StatePlan:
     on_device: npt.NDArray[np.bool_]
     tail_bytes: int = 0  # of the last save: a guess for the next
     names: list[str] | None = None  # of the providers whose keys were compared with the rest (check_names)
-    checked: Words | None = None  # addresses at which all tensors were inside their storages
+    # Addresses at which all tensors were inside their storages, and how much had been freed until then.
+    checked: tuple[Words, int] | None = None
 
     @property
     def eager_bytes(self) -> int:
@@ -280,6 +282,13 @@ class StatePlan:
     @property
     def layout(self) -> Layout:
         return self.first.layout
+
+    def is_checked(self, memory: Memory) -> bool:
+        """Returns whether nothing has moved or was freed since all tensors were inside their storages."""
+        if self.checked is None:
+            return False
+        addresses, frees = self.checked
+        return frees == FENCE.frees and np.array_equal(addresses, memory.addresses)
 
     def layouts(self) -> list[Layout]:
         """Returns the layouts of the data files, in the order of groups."""
@@ -390,9 +399,9 @@ class Plans:
             plan = plan_state(tensors, tail, description, least_stable)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
         memory = locate(tensors, seen)
-        if plan.checked is None or not np.array_equal(plan.checked, memory.addresses):
+        if not plan.is_checked(memory):
             check_bounds(plan.structure, tensors, memory)
-            plan.checked = memory.addresses
+            plan.checked = (memory.addresses, FENCE.frees) if FENCE.frees is not None else None
         return plan, memory
 
 
