@@ -249,7 +249,10 @@ class Saver:
         Not beside another save to the same directory: whichever of them is published last removes what only
         the other one names.
         """
-        if plan.stable is None or context.directory in [p.save.context.directory for p in self._under_way()]:
+        # Those of this process's other savers, too.
+        others = [p for p in self.session.polls.saves if isinstance(p, Publication) and p.is_under_way]
+        contexts = [p.save.context for p in (*self._under_way(), *others) if p.save.context is not context]
+        if plan.stable is None or context.directory in [one.directory for one in contexts]:
             return None
         file = self.session.links.find(context.folder, plan.stable.layout.digest)
         return Link(file, context.folder, self._faults) if file is not None else None

@@ -430,6 +430,18 @@ def test_two_saves_under_way_at_once(linking, tmp_path, same):
         check(tmp_path / "1", state)
 
 
+def test_beside_a_save_with_other_options_into_the_same_directory_nothing_is_linked(linking, tmp_path):
+    """It has a saver of its own, and removes what the manifest before named."""
+    state, other = state_of(), new_saver(link=False)
+    other.session = linking.session
+    save(linking, tmp_path / "0", state)
+    first, second = start(other, tmp_path / "0", state), start(linking, tmp_path / "0", state)
+    assert [first.wait(), second.wait()] == [Outcome.PUBLISHED] * 2, second.error
+    assert save_report(second, "sync")["linked_bytes"] == 0
+    check(tmp_path / "0", state)
+    other.close()
+
+
 def test_another_job_that_publishes_meanwhile_keeps_the_file_that_its_saves_share(
     linking, tmp_path, monkeypatch
 ):

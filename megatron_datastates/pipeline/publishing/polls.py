@@ -8,6 +8,7 @@ iteration publishes as many checkpoints as it begins. They are published in the 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -97,6 +98,11 @@ class Polls:
         self._saves: list[Polled] = []
         self._asked: PendingResult[list[int]] | None = None
         self._asked_for: list[Polled] = []
+
+    @property
+    def saves(self) -> Sequence[Polled]:
+        """Returns the unfinished saves."""
+        return tuple(self._saves)
 
     def add(self, save: Polled) -> None:
         """Adds a save that begins. Collective: every rank calls it for the same saves in the same order."""
