@@ -90,10 +90,11 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
         tensors, tail, kind = len(state.tensors), len(state.tail), kind_of(provider)
         try:
             _add(state, f"{name}." if name else "", provider)
+            notes = _checked_notes(provider)
         except Exception as error:
             raise _failure(name, kind, "save", error) from error
         ends = (tensors, len(state.tensors), tail, len(state.tail))
-        state.parts.append(Part(name, kind, notes_of(provider), *ends))
+        state.parts.append(Part(name, kind, notes, *ends))
     return state
 
 
@@ -172,6 +173,15 @@ def kind_of(provider: object) -> str:
 def notes_of(provider: object) -> dict[str, str]:
     """Returns what people who look at the checkpoint should know of a provider's state: its `notes`."""
     return dict(getattr(provider, "notes", {}))
+
+
+def _checked_notes(provider: object) -> dict[str, str]:
+    """Returns a provider's notes. Raises MismatchError if they are not text: no manifest could have them."""
+    notes = notes_of(provider)
+    for key, value in notes.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise MismatchError(f"its notes have {key!r}: {value!r}: expected text for text")
+    return notes
 
 
 def restore_failed(name: str, provider: StateProvider, error: Exception) -> Exception:

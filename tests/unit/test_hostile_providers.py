@@ -34,6 +34,16 @@ LATER = [Mutability.AT_FENCE, Mutability.NEVER]
 by_name: Any = {"ids": lambda mutability: mutability.name}
 
 
+@pytest.mark.parametrize("notes", [{"version": 3}, {3: "version"}, {"version": object()}])
+def test_notes_that_are_no_text_fail_the_save_by_name(tmp_path: Path, notes: dict[Any, Any]) -> None:
+    """They would be encoded in a poll, on this rank alone."""
+    provider = Yields(TensorSource("t", WEIGHT))
+    provider.notes = notes  # type: ignore[attr-defined]
+    with pytest.raises(SaveFailedError, match=r"'p' .* failed in the save: its notes have .* expected text"):
+        ds.save({"p": provider}, tmp_path / "c")
+    ds.save({"p": Yields(TensorSource("t", WEIGHT))}, tmp_path / "c")
+
+
 # -- writers ----------------------------------------------------------------------------------------------
 
 
