@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import NotACheckpointError
+from megatron_datastates.errors import NotACheckpointError, SaveFailedError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers import ObjectSource, StreamSource
@@ -36,6 +36,18 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path, step, mutability
     assert f"saving to {tmp_path / 'c'} failed on 1 of 1 ranks: rank 0: " in publication.error
     with pytest.raises(NotACheckpointError):
         ds.open(tmp_path / "c", **SMALL)
+
+
+def test_a_queue_of_megatrons_is_not_stuck_with_a_failed_save(tmp_path):
+    """It asks again and again for the first one; a program may catch the error, and go on."""
+    request = pytest.importorskip("megatron_datastates.mcore.save.request")
+    saver = new_saver(faults="sync:1:EIO")
+    publication = save(saver, tmp_path / "c", FIRST)
+    saver.close()
+    caller = request.DataStatesCaller(request.SaveHandle(publication, "raise"), [])
+    with pytest.raises(SaveFailedError, match="Input/output error"):
+        caller.is_current_async_call_done()
+    assert caller.is_current_async_call_done()
 
 
 def test_a_save_whose_bytes_are_discarded_is_never_published(tmp_path):

@@ -89,6 +89,7 @@ class DataStatesCaller:
         self._publication = handle.publication
         self._on_failure = handle.on_failure
         self._publication.hold_report = True
+        self._has_raised = False
         # In place, because the queue's frozen copy of the request shares this list.
         finalize_fns[:] = [self._finalizer(list(finalize_fns))]
 
@@ -99,7 +100,8 @@ class DataStatesCaller:
         """Returns whether the save has ended. Collective unless `no_dist`, which only looks.
 
         Raises:
-            SaveFailedError: the save failed on any rank; raised on all.
+            SaveFailedError: the save failed on any rank; raised on all, once: a program that goes on has its
+                queue finalize the saves behind this one.
         """
         if no_dist:
             outcome = self._publication.outcome
@@ -114,7 +116,10 @@ class DataStatesCaller:
             self._publication.abandon("the queue was aborted")
 
     def _failed(self) -> None:
+        if self._has_raised:
+            return
         if self._on_failure == "raise":
+            self._has_raised = True
             self._publication.hold_report = False
             self._publication.save.on_trainer_released()
             raise_if_failed(self._publication, Outcome.FAILED)
