@@ -87,7 +87,7 @@ def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
 def save_one_rank(directory: Path, objects: list[ObjectSource]) -> None:
     with mock.patch("secrets.randbits", return_value=RUN_ID):
         saver = Saver(OPTIONS, SaveSession())
-        extras = PublicationExtras({"tensor": 1, "data": 1})
+        extras = PublicationExtras(parallel={"tensor": 1, "data": 1})
         publication = saver.start(directory, one_rank_state(objects), iteration=1234, extras=extras)
         assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()

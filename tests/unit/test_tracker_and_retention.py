@@ -220,6 +220,21 @@ def test_whose_the_tracker_of_a_save_is(
         assert [path.name for path in root.glob("*tmp*")] == []
 
 
+def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    arguments = SimpleNamespace(save=root.name, async_save=True, save_retain_interval=None)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
+    monkeypatch.setattr(near, "_is_ours", True)
+    monkeypatch.chdir(root.parent)
+    ours = near.far_published(Path(root.name, "iter_0000100"))
+    monkeypatch.chdir("/")
+    assert ours is not None
+    ours(SaveId(1, 1), False)
+    assert (root / TRACKER_NAME).read_text() == "100"
+
+
 def test_retention_deletes_on_a_thread_where_megatron_forks(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,13 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _extras(self) -> PublicationExtras:
         own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-        return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, self._document, self._origin())
+        return PublicationExtras(
+            parallel=parallel_sizes(),
+            other_files=own,
+            superseded=FILES_OF_TORCH_DIST,
+            metadata=self._document,
+            origin=self._origin(),
+        )
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
@@ -186,7 +192,10 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
             facts: returns what DCP knows of the state; called by rank 0's publishing thread.
         """
         extras = PublicationExtras(
-            parallel_sizes(), superseded=FILES_OF_TORCH_DIST, origin=self._origin(), dcp_facts=facts
+            parallel=parallel_sizes(),
+            superseded=FILES_OF_TORCH_DIST,
+            origin=self._origin(),
+            dcp_facts=facts,
         )
         with trainer_held("start"):
             publication = self._start_state(state, directory, iteration_in_name(directory.name), mode, extras)

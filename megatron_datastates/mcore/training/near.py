@@ -168,9 +168,8 @@ def far_published(checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
         return None
     interval = getattr(args, "save_retain_interval", None)
     number = next(_numbers)
-    return lambda save_id, is_retried: _track(
-        checkpoint.absolute().parent, iteration, save_id, interval, number, is_retried
-    )
+    directory = checkpoint.absolute().parent  # the program may change its own meanwhile
+    return lambda save_id, is_retried: _track(directory, iteration, save_id, interval, number, is_retried)
 
 
 def _track(

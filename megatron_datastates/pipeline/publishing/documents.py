@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.saving.records import RankRecord, StableRecord
 from megatron_datastates.pipeline.saving.stable import stable_record
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicationExtras:
     """What a manifest and its directory hold besides our data files."""
 
