@@ -106,7 +106,7 @@ def prune(
         failed: list[tuple[Iteration, StorageError]] = []
         gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
     except (DataStatesError, OSError) as error:
-        cannot(error)
+        cannot(error, 2)  # that of a damaged tracker, too, which is no checkpoint's
     swept: list[UnnamedFile] = []
     lacks_some = bool(failed)
     try:

@@ -152,6 +152,9 @@ def test_a_tracker_that_may_name_anything_lets_nothing_go(root, damage):
         tracker.write_bytes(damage)
     with pytest.raises(StorageError if damage is None else FormatError, match=r"the tracker .* correct it"):
         prune(root, RetentionRules(keep_last=1))
+    for options in ([], ["--yes"], ["--drop-optimizer", "--yes"]):
+        code, _, errors = command.run("prune", root, "--keep-last", 1, *options)
+        assert code == 2 and "correct it" in errors, "1 would say that a checkpoint was not removed"
     assert complete(root) == NUMBERS
 
 
