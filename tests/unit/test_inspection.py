@@ -184,7 +184,8 @@ def test_repair_says_what_it_took_on_trust(checkpoint):
 def test_prune_removes_nothing_without_yes(root):
     before = all_files(root)
     assert "would remove" in output_of("prune", root, "--keep-last", 1)
-    assert json.loads(output_of("prune", root, "--keep-last", 1, "--json"))["done"] == []
+    listed = json.loads(output_of("prune", root, "--keep-last", 1, "--json"))
+    assert [one["iteration"] for one in listed["would_remove"]] == [5] and listed["removed"] == []
     assert all_files(root) == before
     assert "removed 1 checkpoint" in output_of("prune", root, "--keep-last", 1, "--yes")
     assert [path.name for path in root.iterdir()] == ["iter_0000010"]
