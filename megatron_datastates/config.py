@@ -361,7 +361,7 @@ class Options:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in (overrides or {}).items():
             if name not in fields:
-                advice = _advice(name, list(cls.specs()))
+                advice = advice_on(name, list(cls.specs()))
                 raise OptionError(f"no such option: {name}; {advice}")
             values[name] = _checked(fields[name], value)
         return cls(**values)
@@ -372,11 +372,12 @@ def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None
     for name in environment:
         own = name.removeprefix(ENVIRONMENT_PREFIX)
         if own != name and own not in known:
-            advice = _advice(own, known, ENVIRONMENT_PREFIX)
+            advice = advice_on(own, known, ENVIRONMENT_PREFIX)
             raise OptionError(f"environment variable {name}: no such option; {advice}")
 
 
-def _advice(name: str, known: Sequence[str], prefix: str = "") -> str:
+def advice_on(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """Returns, for an error, which of the known names may be meant, or how to list them."""
     similar = difflib.get_close_matches(name, known, 1)
     return f"did you mean {prefix}{similar[0]}?" if similar else "`datastates options` lists all"
 

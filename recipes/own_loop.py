@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--save", type=Path, required=True, help="directory of the checkpoints")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="the last step (default: 4)")
     args = parser.parse_args(arguments)
 
     dist.init_process_group("gloo")

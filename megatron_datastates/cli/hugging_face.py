@@ -132,6 +132,8 @@ def import_hugging_face(
             )
         with HuggingFaceSource(source, transformer_impl) as opened, progress_bar("importing") as progress:
             flags = command_line(opened.arguments)
+            if transformer_impl == LOCAL:  # not Megatron's default, and the weights have its keys
+                flags.append(f"--transformer-impl {LOCAL}")
 
             def start(plan: Plan) -> Progress:
                 task = progress.add_task("", total=sum(plan.file_bytes))

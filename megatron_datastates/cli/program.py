@@ -54,6 +54,11 @@ def app() -> None:
 
     Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
     `datastates COMMAND --help` explains a command, with an example.
+
+    \b
+    Examples:
+        datastates ls runs/gpt
+        datastates verify runs/gpt
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -106,7 +106,7 @@ def prune(
         failed: list[tuple[Iteration, StorageError]] = []
         gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
     except (DataStatesError, OSError) as error:
-        cannot(error)
+        cannot(error, 2)  # that of a damaged tracker, too, which is no checkpoint's
     swept: list[UnnamedFile] = []
     lacks_some = bool(failed)
     try:
@@ -116,8 +116,8 @@ def prune(
         note(f"datastates: {error}")
         lacks_some = True
     if as_json:
-        print(json.dumps(_plain(plan, sizes) | {
-            "done": [one.number for one in gone], "left_overs_done": [str(file.path) for file in swept],
+        print(json.dumps(_plain(plan, sizes, [] if yes else plan.removed, gone) | {
+            "left_overs_done": [str(file.path) for file in swept],
             "failed": [{"iteration": one.number, "why": str(why)} for one, why in failed],
         }))  # fmt: skip
     elif yes:
@@ -189,11 +189,17 @@ def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
     say(f"{remove} {len(plan.removed)} of {whole}, {size_text(sum(sizes.values()))}")
 
 
-def _plain(plan: PrunePlan, sizes: dict[Path, int]) -> dict[str, Any]:
+def _plain(
+    plan: PrunePlan, sizes: dict[Path, int], listed: list[Iteration], gone: list[Iteration]
+) -> dict[str, Any]:
+    def rows(some: list[Iteration]) -> list[dict[str, Any]]:
+        return [
+            {"iteration": one.number, "path": str(one.path), "bytes": sizes.get(one.path)} for one in some
+        ]
+
     return {
-        "removed": [
-            {"iteration": one.number, "path": str(one.path), "bytes": sizes[one.path]} for one in plan.removed
-        ],
+        "would_remove": rows(listed),
+        "removed": rows(gone),
         "left_overs": [
             {
                 "path": str(file.path),

@@ -66,8 +66,9 @@ def report(
     try:
         if last is not None and last < 1:
             raise OptionError(f"--last {last}: expected at least 1")
+        made = None if folder is None else folder.absolute()
         for option, target in (("--html", page), ("--png", picture)):
-            if target is not None and not target.parent.is_dir():
+            if target is not None and not target.parent.is_dir() and target.parent.absolute() != made:
                 raise OptionError(f"{option} {target}: there is no directory {target.parent}")
         found = read_reports(files)
         left_out = len(found.saves) - last if last is not None else 0

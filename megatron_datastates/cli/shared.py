@@ -296,11 +296,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def require_directory(path: Path) -> None:
-    """Raises NotACheckpointError if a path of a file system is not a directory."""
+def require_directory(path: Path, wanted: str = "the directory of a run") -> None:
+    """Raises NotACheckpointError, which asks for `wanted`, if a path of a file system is no directory."""
     if not is_object(path) and not path.is_dir():
         fault = "is not a directory" if path.exists() else "does not exist"
-        raise NotACheckpointError(f"{path} {fault}: give a checkpoint, or the directory of a run")
+        raise NotACheckpointError(f"{path} {fault}: give {wanted}")
 
 
 def require_plot(plot: Path) -> None:
@@ -321,7 +321,7 @@ def checkpoint_of(directory: Path, iteration: int | None) -> Path:
         OptionError, NotACheckpointError, StorageError: see choose_checkpoint.
     """
     # Said at once: to open a checkpoint, some commands import torch.
-    require_directory(directory)
+    require_directory(directory, "a checkpoint, or the directory of a run")
     found = choose_checkpoint(directory, iteration)
     if found.how:
         note(f"datastates: {found.how}")

@@ -38,7 +38,7 @@ from megatron_datastates.errors import (
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.upkeep.verify import Verdict
 
-_NOT_READ = ", tensors and objects not read (--quick)"
+_NOT_READ = ", damage within tensors and objects not looked for (--quick)"
 
 
 @app.command()
@@ -55,8 +55,8 @@ _NOT_READ = ", tensors and objects not read (--quick)"
 @click.option(
     "--quick",
     is_flag=True,
-    help="Check the structure only: files, sizes, index and footers. Read no tensors and no objects, so that "
-    "damage within them is not found.",
+    help="Check the structure only: files, sizes, index, footers, and the optimizer's map. Damage within "
+    "tensors and objects is not looked for.",
 )
 @iteration_option
 @json_option

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megatron_datastates.pipeline.runs.runs import Iteration
     from megatron_datastates.pipeline.upkeep.retention import OtherFormats, RetentionRules
 
+_LISTS = ("would_drop", "dropped", "kept", "failed")  # without --yes, the first one; with it, the second
+
 
 def finish_drops(root: Path) -> None:
     """Removes what killed calls have left beside complete checkpoints. Raises what finish_drop does."""
@@ -62,7 +64,7 @@ class _Call:
 
     def __init__(self, yes: bool, quiet: bool) -> None:
         self._yes, self._say = yes, (lambda text: None) if quiet else say
-        self.found: dict[str, list[dict[str, Any]]] = {"dropped": [], "kept": [], "failed": []}
+        self.found: dict[str, list[dict[str, Any]]] = {name: [] for name in _LISTS}
 
     def keep(self, one: Iteration, why: str) -> None:
         self._say(f"keep  {one.path}  ({why})")
@@ -83,7 +85,7 @@ class _Call:
         self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")
         if plan.source.left_out:
             note(f"{one.path}: {plan.source.left_out}")
-        self.found["dropped"].append(
+        self.found["dropped" if self._yes else "would_drop"].append(
             {"iteration": one.number, "path": str(one.path), "bytes": before, "freed": freed}
         )
 
@@ -103,7 +105,7 @@ class _Call:
             return drop_optimizer(plan, progress=lambda done: bar.advance(task, done))
 
     def print_summary(self) -> None:
-        dropped, failed = self.found["dropped"], self.found["failed"]
+        dropped, failed = self.found["would_drop"] + self.found["dropped"], self.found["failed"]
         freed = size_text(sum(one["freed"] for one in dropped))
         of = f"{len(dropped)} of {counted(sum(map(len, self.found.values())), 'checkpoint')}"
         lacking = f", {len(failed)} failed" if failed else ""

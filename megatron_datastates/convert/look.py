@@ -64,6 +64,10 @@ _PLAIN = (
 _DROPPED = (
     "without its optimizer, which `datastates prune --drop-optimizer` removed: load it with --no-load-optim"
 )
+_EMPTY = (
+    "it is empty: its save has just begun, or has failed, or only near tiers have it so far (--near DIR "
+    "lists what that of a node has)"
+)
 _DISTCP_NAMES = re.compile(rb"[\w.-]+\.distcp")
 
 
@@ -306,6 +310,8 @@ def _describe(look: Look, record: Record | None) -> None:
 
 
 def _look_at_other(look: Look) -> None:
+    if not names_in(look.path):
+        raise _FoundError(UNFINISHED, _EMPTY)
     if stored_backend(look.path) is None:
         raise _FoundError(UNFINISHED, "it holds no checkpoint of a known format")
 

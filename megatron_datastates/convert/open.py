@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.files import is_object, path_of, require_utf8
+from megatron_datastates.files import is_object, names_in, path_of, require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs.run_folders import what_is_below
 from megatron_datastates.pipeline.runs.runs import format_of, require_readable
@@ -53,6 +53,7 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
             "where its tensors are. Restore that file, or choose another checkpoint"
         )
     known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
+    known = known or ("" if names_in(path) else " (it is empty)")
     raise NotACheckpointError(
         f"{path} holds no checkpoint of a known format{known}: choose a directory such as CKPT/iter_0000100, "
         f"written with --ckpt-format torch_dist, datastates or zarr{what_is_below(path)}"

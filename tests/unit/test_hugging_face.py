@@ -65,7 +65,8 @@ def test_an_import_has_the_keys_that_each_implementation_of_layers_asks_for(tmp_
     exported(save(tmp_path / "ck", stored, state(stored)), tmp_path / "hf")
     found = {}
     for name in ("local", "transformer_engine"):
-        assert run("import", tmp_path / "hf", tmp_path / name, "--transformer-impl", name)[0] == 0
+        code, out, _ = run("import", tmp_path / "hf", tmp_path / name, "--transformer-impl", name)
+        assert code == 0 and ("--transformer-impl local" in out) == (name == "local")
         found[name] = open_source(tmp_path / name / "release")
     local, engine = found["local"], found["transformer_engine"]
     assert local.tensors.keys() - engine.tensors.keys() == {"decoder.layers.mlp.linear_fc1.layer_norm_weight"}

@@ -97,6 +97,12 @@ def test_ls_lists_checkpoints_with_names_of_their_own(checkpoint, tmp_path):
     assert "is not the directory of a run" in refused("ls", folder)
 
 
+def test_ls_says_what_an_empty_directory_may_be(root):
+    (root / "iter_0000025").mkdir()
+    last = output_of("ls", root).splitlines()[-2]
+    assert last.startswith("iter_0000025: it is empty: its save has just begun, or has failed"), last
+
+
 # -- show -------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +190,8 @@ def test_repair_says_what_it_took_on_trust(checkpoint):
 def test_prune_removes_nothing_without_yes(root):
     before = all_files(root)
     assert "would remove" in output_of("prune", root, "--keep-last", 1)
-    assert json.loads(output_of("prune", root, "--keep-last", 1, "--json"))["done"] == []
+    listed = json.loads(output_of("prune", root, "--keep-last", 1, "--json"))
+    assert [one["iteration"] for one in listed["would_remove"]] == [5] and listed["removed"] == []
     assert all_files(root) == before
     assert "removed 1 checkpoint" in output_of("prune", root, "--keep-last", 1, "--yes")
     assert [path.name for path in root.iterdir()] == ["iter_0000010"]
@@ -230,7 +237,7 @@ BAD = [
     ("cat {checkpoint} decoder.weight 0:9", "out of range for an axis of 2"),
     ("cat {checkpoint} decoder.weight --as int8", "--as: expected float32 or float64"),
     ("cat {checkpoint} common_state/shard_0_1 0", "is an object"),
-    ("verify {empty}", "no checkpoint of a known format"),
+    ("verify {empty}", "no checkpoint of a known format (it is empty)"),
     ("repair {empty}", "nothing to repair"),
     ("repair {other}", "nothing to repair"),
     ("repair {checkpoint}", "its manifest is undamaged"),

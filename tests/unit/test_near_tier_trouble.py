@@ -251,6 +251,25 @@ def test_a_variable_that_a_node_lacks_makes_no_directory_of_its_name(
     nodes.check(1)
 
 
+def test_why_a_near_tier_is_not_used_is_said_before_its_list_of_jobs_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    note_job = drain.Drain.note_job
+
+    def noted(own: drain.Drain, run: Path, folders: list[Path], *rest: Any) -> None:
+        if any(folder.is_relative_to("/proc") for folder in folders):
+            said.append(caplog.text)
+        note_job(own, run, folders, *rest)
+
+    monkeypatch.setattr(drain.Drain, "note_job", noted)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # which writes its node's list
+    nodes = Nodes(tmp_path, {"near": "/proc/nope"}, {})
+    assert [record.is_near for record in nodes.save(1).records] == [False, True]
+    nodes.close()
+    assert said and "/proc/nope is not used" in said[0]
+
+
 def test_what_failed_saves_left_makes_room(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, {}, {"faults": "rename manifest:1:EIO"})
     assert nodes.save(1).outcome is Outcome.FAILED

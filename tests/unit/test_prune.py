@@ -152,6 +152,9 @@ def test_a_tracker_that_may_name_anything_lets_nothing_go(root, damage):
         tracker.write_bytes(damage)
     with pytest.raises(StorageError if damage is None else FormatError, match=r"the tracker .* correct it"):
         prune(root, RetentionRules(keep_last=1))
+    for options in ([], ["--yes"], ["--drop-optimizer", "--yes"]):
+        code, _, errors = command.run("prune", root, "--keep-last", 1, *options)
+        assert code == 2 and "correct it" in errors, "1 would say that a checkpoint was not removed"
     assert complete(root) == NUMBERS
 
 
@@ -245,11 +248,15 @@ def test_what_cannot_be_removed_does_not_keep_the_others(root, monkeypatch):
     code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes", "--json")
     assert code == 1
     found = json.loads(printed)
-    assert found["done"] == [100, 300, 400] and complete(root) == [200, 500]
+    assert numbers(found["removed"]) == [100, 300, 400] and complete(root) == [200, 500]
     (failed,) = found["failed"]
     assert failed["iteration"] == 200 and "It is still complete" in failed["why"] and failed["why"] in errors
     code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes")
     assert code == 1 and "removed 0 of 1 checkpoint" in printed and "Permission denied" in errors
+
+
+def numbers(rows):
+    return [one["iteration"] for one in rows]
 
 
 def lose_when_gone(root, monkeypatch, number):
@@ -268,8 +275,8 @@ def test_what_was_removed_before_the_storage_was_lost_is_printed(root, monkeypat
     lose_when_gone(root, monkeypatch, 200)
     code, printed, errors = command.run("prune", root, "--keep-last", "1", "--yes", "--json")
     found = json.loads(printed)
-    assert code == 1 and found["done"] == [100, 200]
-    assert [one["iteration"] for one in found["failed"]] == [300, 400]
+    assert code == 1 and numbers(found["removed"]) == [100, 200]
+    assert numbers(found["failed"]) == [300, 400]
     assert all(one["why"] in errors and f"{root} cannot be listed" in one["why"] for one in found["failed"])
 
 
@@ -289,7 +296,7 @@ def test_what_was_removed_before_a_left_over_could_not_be_is_printed(root, monke
     assert code == 1 and f"left-overs were not removed from {place(root, 400)}: " in errors
     if option:
         found = json.loads(printed)
-        assert found["done"] == [100, 200] and found["failed"] == []
+        assert numbers(found["removed"]) == [100, 200] and found["failed"] == []
         assert [Path(one).parent for one in found["left_overs_done"]] == [place(root, 300)]
     else:
         assert "removed all 2 checkpoints, and 1 of 2 left-over files" in printed

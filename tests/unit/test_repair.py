@@ -246,7 +246,9 @@ def test_a_left_over_of_a_save_that_was_never_published_is_no_checkpoint(directo
     os.truncate(second, 4096)
     assert "was never sealed" in refusal(directory)
     second.unlink()
-    assert "places data in 2 data files, and 1 are there" in refusal(directory)
+    text = refusal(directory)
+    assert "places data in 2 data files, and 1 are there" in text
+    assert second.name in text and first.name not in text and "Restore what is missing" in text
     shutil.copy(first, second)
     assert "was written as rank 0" in refusal(directory)
 

@@ -402,6 +402,15 @@ def test_a_misspelt_directory_is_not_made(option: str, tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+def test_a_page_may_be_in_the_directory_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("report", RUN, "--out", "new", "--html", "new/page.html")
+    assert (code, err) == (0, "") and {path.name for path in Path("new").iterdir()} == {
+        "page.html",
+        "report.png",
+    }
+
+
 def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(
     written: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ SHOWN = [
     ("plan --params 70B --tp 8 --pp 4 --dp 8", 0, "a checkpoint    980 GB"),
     ("options", 0, "--datastates-"),
     ("show nothing", 2, "datastates: nothing does not exist: give a checkpoint, or the directory of a run"),
+    ("ls nothing", 2, "datastates: nothing does not exist: give the directory of a run"),
 ]
 MAY_BE_LONG = ("import",)  # a command line to copy must stay whole
 

@@ -185,6 +185,28 @@ def test_parser_of_an_unknown_release_is_left_alone(caplog):
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--datastates-slot-siz=4MiB"],
+            "--datastates-slot-siz: no such option; did you mean --datastates-slot-size?",
+        ),
+        (["--datastates-x", "1"], "--datastates-x: no such option; `datastates options` lists all"),
+        (["--other"], "unrecognized arguments: --other"),
+    ],
+)
+def test_a_misspelt_option_is_named_with_the_one_that_may_be_meant(given, said, capsys):
+    def megatrons(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--ckpt-format", choices=["torch_dist"])
+        return parser
+
+    parser = arguments.wrap_add_checkpointing_args(megatrons)(argparse.ArgumentParser(allow_abbrev=False))
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(given)
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize(
     ("changes", "is_ours"),
     [
         ({}, True),

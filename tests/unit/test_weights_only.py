@@ -148,6 +148,8 @@ def test_the_command_keeps_what_the_rules_keep(root: Path) -> None:
     before = weights(place(root, 1))
     listed = output_of("prune", root, "--keep-last", 1, "--drop-optimizer")
     assert f"would drop the optimizer of  {place(root, 1)}" in listed and "Nothing was changed" in listed
+    found = json.loads(output_of("prune", root, "--keep-last", 1, "--drop-optimizer", "--json"))
+    assert [one["iteration"] for one in found["would_drop"]] == [1] and found["dropped"] == []
     assert plan_drop(place(root, 1)) is not None
     text = output_of("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes")
     assert [line.split("  ")[0] for line in text.splitlines()[:-1]] == [

@@ -80,7 +80,7 @@ install_packages() {
   local wanted
   wanted=$(hash_of requirements/*.txt)
   is_current packages "$wanted" && return
-  say "installing pinned packages: several GB the first time, since torch brings CUDA (log: $log)"
+  say "installing pinned packages: about 5.5 GB in all the first time, since torch brings CUDA (log: $log)"
   touch "$env/incomplete"
   # First pip itself: the bundled version may be too old to resume a broken download.
   logged "$python" -m pip install --progress-bar off -c requirements/lock.txt pip

@@ -16,10 +16,10 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_datastates import stores
-from megatron_datastates.config import Options, OptionSpec
+from megatron_datastates.config import Options, OptionSpec, advice_on
 from megatron_datastates.errors import DataStatesError, OptionError, StorageError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
@@ -29,6 +29,7 @@ from megatron_datastates.pipeline.runs.runs import has_file, is_published, store
 logger = logging.getLogger(__name__)
 FORMAT = "datastates"
 _IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
+_PREFIX = "--datastates-"
 _NEAR_FOLDER = "datastates-near"  # of the node's directory for temporary files
 
 
@@ -60,13 +61,28 @@ def wrap_add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., A
         ) + " datastates: asynchronous, lazy, checksummed (megatron_datastates)."
         group = parser.add_argument_group("datastates", "used with --ckpt-format datastates")
         for name, spec in Options.specs().items():
-            flag = "--datastates-" + name.replace("_", "-")
+            flag = _PREFIX + name.replace("_", "-")
             group.add_argument(
                 flag, type=_type(spec), metavar=spec.metavar, help=spec.help, default=argparse.SUPPRESS
             )
+        _explain_misspelt(parser)
         return parser
 
     return _add_checkpointing_args
+
+
+def _explain_misspelt(parser: argparse.ArgumentParser) -> None:
+    """Lets the parser's error name the option that a misspelt one of ours may mean."""
+    refuse, known = parser.error, [name.replace("_", "-") for name in Options.specs()]
+
+    def error(message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments:"):
+            for flag in (word.split("=")[0] for word in message.split() if word.startswith(_PREFIX)):
+                advice = advice_on(flag.removeprefix(_PREFIX), known, _PREFIX)
+                message += f"\n{flag}: no such option; {advice}"
+        refuse(message)
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 def _type(spec: OptionSpec) -> Callable[[str], Any]:

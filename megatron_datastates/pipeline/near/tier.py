@@ -74,8 +74,20 @@ class NearTier:
         Raises:
             DataStatesError: likewise, for a checkpoint in an object store, which is reached from here alone.
         """
+        context = publication.save.context
+        is_first = context.save_id.run_id != self._run_id
+        if is_first:
+            self._run_id, self._is_ahead, self._published = context.save_id.run_id, False, 0
+        try:
+            return self._choose(publication, wanted_bytes)
+        finally:
+            if is_first:
+                # While the first save is written: a job that is killed in it came later than others, too.
+                # After what is said above, which may be why a list cannot be written.
+                self._note_job(context, publication.extras.origin, context.rank == 0, is_first_of_node())
+
+    def _choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
         directory = publication.save.context.directory
-        self._enter_run(publication.save.context, publication.extras.origin)
         try:
             if "$" in os.fspath(self.root):  # else it would be made in the working directory
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
@@ -106,12 +118,6 @@ class NearTier:
             publication.replicas = self.replicas
             publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
         return folder
-
-    def _enter_run(self, context: SaveContext, origin: Origin | None) -> None:
-        if context.save_id.run_id != self._run_id:
-            self._run_id, self._is_ahead, self._published = context.save_id.run_id, False, 0
-            # While the first save is written: a job that is killed in it came later than others, too.
-            self._note_job(context, origin, context.rank == 0, is_first_of_node())
 
     def _run_folder(self, checkpoint: Path) -> Path:
         """Returns the folder of a checkpoint's run in the near tier.
@@ -233,7 +239,7 @@ class NearTier:
         if iteration is None:
             return
         run, near = context.directory.parent, self._run_folder(context.directory)
-        is_usable = "$" not in os.fspath(self.root)  # see `choose`
+        is_usable = "$" not in os.fspath(self.root)  # see `_choose`
         folders = [*([run] if is_first else []), *([near] if stores and is_usable else [])]
         # Without an origin, all that is older may be what it went on from.
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)

@@ -276,9 +276,16 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
     why = _some(reasons) or "there is none"
     _refuse(
         path,
-        f"only the index of this save says where its tensors are, and {why}. Data files do not contain it. "
-        "(A checkpoint from which keys were removed has another index, too.)",
+        f"only the index of this save says where its tensors are, and {why}. {_absent(footers)}Restore what "
+        "is missing from a copy, or load another checkpoint: data files alone are not enough. (One from "
+        "which keys were removed has another index, and cannot be repaired, either.)",
     )
+
+
+def _absent(footers: Sequence[Footer]) -> str:
+    save, ranks = footers[0].save_id, {footer.rank for footer in footers}
+    names = [save.data_file_name(rank) for rank in range(footers[0].world_size) if rank not in ranks]
+    return f"Not there (a rank that stored nothing has none): {_some(names)}. " if names else ""
 
 
 def _find_index(path: Path, footers: Sequence[Footer]) -> tuple[tuple[Index, IndexEntry] | None, list[str]]:
