@@ -143,14 +143,14 @@ def test_megatrons_fsdp_saves_as_any_other_run_and_resumes_exactly(
 ) -> None:
     """The checkpoint of step 2 is copied during step 3."""
     checkpoints, report = Checkpoints(tmp_path / "c"), tmp_path / "report.jsonl"
-    slow = ["--datastates-copy-limit", "3MB", "--datastates-report-file", report, "--save-interval", "2"]
+    slow = ["--datastates-copy-limit", "1MB", "--datastates-report-file", report, "--save-interval", "2"]
     saved = run(*OURS, *MODES[mode], *slow, "--save", checkpoints.root)
     assert in_steps(saved, whole) == []
     assert checkpoints.published() == [2, 4] and checkpoints.tracked() == 4
     assert_ours(checkpoints.at(2))
     first, _ = saves_of(report)
     assert (first["state"], first["eager_bytes"]) == ("published", 0) and first["lazy_bytes"]
-    assert (first["fence_ms"] > 100) == (mode == "async"), "the step must come during the copy"
+    assert (first["fence_ms"] > 0) == (mode == "async"), "the step must come during the copy"
 
     resumed = run(*OURS, *MODES[mode], "--load", checkpoints.root, "--ckpt-step", "2")
 
