@@ -34,7 +34,6 @@ import enum
 import functools
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -50,6 +49,7 @@ from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, In
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
 from megatron_datastates.pipeline.saving.rank_save import RankSave
@@ -130,7 +130,7 @@ class Publication:
         self.near: NearShare | None = None  # once records are known, if there are files in near tiers
         self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
         self._epoch: int | None = None  # of the layouts, once it relies on them
-        self._published = threading.Event()  # as far as this rank's threads have a part in it
+        self._published = Flag()  # as far as this rank's threads have a part in it
         self._publisher: BackgroundThread | None = None
         self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
 

@@ -27,6 +27,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.near.uploading import address_of, upload_checked
 from megatron_datastates.pipeline.runs.opening import check_identity
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.plan.reads import gather_spans, plan_extent
 
 PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes
@@ -44,17 +45,17 @@ class Limit:
 
     def __init__(self, bytes_per_second: int) -> None:
         self._lock = threading.Lock()
-        self._is_lifted = threading.Event()
+        self._is_lifted = Flag()
         self.set(bytes_per_second)
 
     def set(self, bytes_per_second: int) -> None:
         """Sets another limit; 0 also releases the threads that wait."""
         with self._lock:
             self._rate, self._free_at = bytes_per_second, time.monotonic()
-        if bytes_per_second:
-            self._is_lifted.clear()
-        else:
+        if not bytes_per_second:
             self._is_lifted.set()
+        elif self._is_lifted.is_set():
+            self._is_lifted = Flag()
 
     def take(self, count: int) -> None:
         """Waits until `count` more bytes may be moved."""

@@ -7,7 +7,6 @@ keeping and merging (layouts.py), and when anything is sent (publication.py).
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart
 from megatron_datastates.plan.layout import Layout
@@ -35,7 +35,7 @@ class IndexExchange:
     def __init__(self, save: RankSave, layouts: LayoutStore) -> None:
         self._save, self._layouts = save, layouts
         self._asked: PollableResult[list[bytes]] | None = None
-        self._arrived = threading.Event()
+        self._arrived = Flag()
 
     # -- what this rank has -----------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable
+
+from megatron_datastates.pipeline.saving.flag import Flag
 
 # Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does
 # next; an earlier thread would take the GIL from the trainer for milliseconds.
@@ -34,7 +35,7 @@ class BackgroundThread:
         self._function: Callable[[], None] | None = function
         self._after = after
         self._delay = delay
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._process = os.getpid()
 
     def start(self) -> None:

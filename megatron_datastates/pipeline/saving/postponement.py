@@ -8,12 +8,12 @@ enqueued by then; on the host, its collective calls wait for a core and its log 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, COPIES_AFTER_POLL_SECONDS
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import HeldTime
 from megatron_datastates.pipeline.saving.stable import StableFile
 
@@ -39,7 +39,7 @@ class Postponement:
         self._begins_by = 0.0  # by time.monotonic: when the finishing thread begins without a poll or fence
         self._pause = 0.0  # seconds that pass before it does so at a poll
         self._is_polled = False  # which begins the copies
-        self._ended = threading.Event()  # by the first poll or fence: work may begin beside the trainer
+        self._ended = Flag()  # by the first poll or fence: work may begin beside the trainer
 
     @property
     def delay(self) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,6 +23,7 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.saving.links import Link
 from megatron_datastates.pipeline.saving.milestones import FirstError, SaveContext, State
@@ -75,11 +75,11 @@ class RankSave:
         self._save: FileSave | None = None
         self._files: list[FileSave | StableFile] = []  # these two, if they exist
         self._copied = False  # no source is read any more
-        self._durable = threading.Event()
-        self._confirmed = threading.Event()  # nothing changed before the copies were done
+        self._durable = Flag()
+        self._confirmed = Flag()  # nothing changed before the copies were done
         self.confirmed_at: float | None = None
-        self._written = threading.Event()
-        self._removal_wanted = threading.Event()
+        self._written = Flag()
+        self._removal_wanted = Flag()
         self._error = FirstError()
         self._finisher: BackgroundThread | None = None  # joined by Saver.close
         self.started_at = time.perf_counter()  # when the save began: its times count from here

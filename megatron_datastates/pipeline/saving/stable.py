@@ -27,6 +27,7 @@ from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
 from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile, StableRecord
 
@@ -51,8 +52,8 @@ class StableFile:
         self._begin: Begin | None = begin  # until no source is needed any more
         self._owners = owners
         self.link_error: OSError | None = None  # why the earlier file could not be linked
-        self._link_tried = threading.Event()
-        self._settled = threading.Event()  # whether the file is linked or written is decided
+        self._link_tried = Flag()
+        self._settled = Flag()  # whether the file is linked or written is decided
         self._deciding, self._is_deciding = threading.RLock(), False  # one thread decides that, once
         self._lock = threading.Lock()  # a job does not begin once the save is cancelled
         self._cancelled = ""

@@ -23,6 +23,7 @@ from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.frames import FrameWriter, encoder_pool
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import (
@@ -85,7 +86,7 @@ class Tail:
         self._written: dict[int, TailEntry] = {}
         self._late: list[ProviderError] = []  # of writes after their entry was over
         self._encoders: ThreadPoolExecutor | None = None
-        self._read = threading.Event()  # nothing that may change at the fence is left to be written
+        self._read = Flag()  # nothing that may change at the fence is left to be written
         self._process = os.getpid()
         self.costs: dict[str, PartCosts] = {}  # by provider
 
