@@ -11,9 +11,12 @@ behind as files that no manifest names. A later save of the same coordinator int
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
@@ -21,7 +24,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
-from megatron_datastates.pipeline.publishing.polls import Polls
+from megatron_datastates.pipeline.publishing.polls import Polls, Turn
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.pipeline.saver_pool import kept_saver
 from megatron_datastates.pipeline.saving.milestones import SaveContext
@@ -41,11 +44,14 @@ class _GivenRanks(Collectives):
 
 
 class PartSaver(Saver):
-    """Writes this rank's parts of saves. Thread-safe; each call waits for its save."""
+    """Writes this rank's parts of saves. Thread-safe; each call waits for its save.
+
+    The session's turn is that of plans and of the list of unfinished saves.
+    """
 
     def __init__(self, options: Options, session: SaveSession) -> None:
         super().__init__(options, session)
-        self._lock = threading.Lock()  # of plans and of the list of unfinished saves
+        self._publishing = Turn()
 
     def write(self, context: SaveContext, provider: StateProvider) -> Publication:
         """Writes this rank's part of a save. Nothing that `provider` yields may change meanwhile.
@@ -62,7 +68,7 @@ class PartSaver(Saver):
         ranks = _GivenRanks(context.rank, context.world_size)
         publication = Publication(save, Polls(ranks), self.session.layouts, self._faults)
         publication.is_awaited = True
-        with self._lock:
+        with self.session.turn.lock:
             self._unfinished.append(publication)
         try:
             self._start(save, provider)
@@ -73,7 +79,7 @@ class PartSaver(Saver):
             if not isinstance(error, Exception):
                 raise
         finally:
-            with self._lock:
+            with self.session.turn.lock:
                 self._unfinished.remove(publication)
         if save.failure is not None:
             save.cancel_and_remove(save.failure)
@@ -83,18 +89,18 @@ class PartSaver(Saver):
             ) from save.cause
         return publication
 
-    def close_if_idle(self) -> bool:
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return super().close_if_idle()
-        finally:
-            self._lock.release()
-
     def _start(self, save: RankSave, provider: StateProvider) -> None:
-        with self._lock:
-            plan, memory, state = self._plan(provider)
-            save.start(self._get_engine(), plan, memory, state)
+        turn, publishing = self.session.turn, self._publishing
+        if publishing.owner == threading.get_ident():  # this is a signal handler, and could not publish
+            publishing.require_free()
+        with turn.lock:
+            turn.require_free()
+            turn.owner = threading.get_ident()
+            try:
+                plan, memory, state = self._plan(provider)
+                save.start(self._get_engine(), plan, memory, state)
+            finally:
+                turn.owner = None
 
     def _least_stable(self) -> None:
         """Returns None: no tensors get a file of their own."""
@@ -105,22 +111,29 @@ class PartSaver(Saver):
         Raises:
             SaveFailedError: see Publication.publish_parts.
         """
-        try:
-            publication.publish_parts(parts, extras)
-        finally:
-            if publication.outcome is not Outcome.PENDING:
-                self._report_once(publication, _MODE)
+        turn = self._publishing
+        with turn.lock:
+            turn.owner = threading.get_ident()
+            try:
+                publication.publish_parts(parts, extras)
+            finally:
+                turn.owner = None
+                if publication.outcome is not Outcome.PENDING:
+                    self._report_once(publication, _MODE)
 
 
-_lock = threading.Lock()
-_numbers: list[int] = []  # this process's run id, and the number of its last save, as a coordinator
+def _new_ids() -> Iterator[SaveId]:
+    return map(functools.partial(SaveId, secrets.randbits(63)), itertools.count(1))
+
+
+_ids = _new_ids()  # of this process's saves, as a coordinator
+_lock = threading.RLock()  # of the pool; a signal handler may save in the middle
 
 
 def _forget() -> None:
     """Begins a new run, in a forked child."""
-    global _lock
-    _lock = threading.Lock()
-    _numbers.clear()
+    global _lock, _ids
+    _lock, _ids = threading.RLock(), _new_ids()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -128,11 +141,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def new_save_id() -> SaveId:
     """Returns a save id that no other save has; for a coordinator. Thread-safe."""
-    with _lock:
-        if not _numbers:
-            _numbers.extend((secrets.randbits(63), 0))
-        _numbers[1] += 1
-        return SaveId(*_numbers)
+    return next(_ids)
 
 
 def part_saver_for(options: Options) -> PartSaver:

@@ -7,6 +7,7 @@ that have nothing to do, the last few are kept.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import threading
@@ -94,7 +95,9 @@ def _close_idle(kind: type[Saver]) -> None:
 
 
 def _close_before_pools() -> None:
-    """Has close_all called while pools of threads still work, which clients of object stores need to drain.
+    """Has savers closed while pools of threads still work, which clients of object stores need to drain.
+
+    Not those of another kind: their saves run on threads of such pools, which Python joins (parts.py).
 
     The functions of `atexit` come after concurrent.futures has ended its pools. Hooks of `threading` are
     called in the opposite order of their registration, so this one comes before that of concurrent.futures.
@@ -102,7 +105,7 @@ def _close_before_pools() -> None:
     global _closes_early
     if not _closes_early:
         importlib.import_module("concurrent.futures.thread")
-        threading.__dict__["_register_atexit"](close_all)
+        threading.__dict__["_register_atexit"](functools.partial(close_all, Saver))
         _closes_early = True
 
 
@@ -113,7 +116,7 @@ def finish_objects() -> None:
             saver.near.finish_objects()
 
 
-def close_all() -> None:
-    """Closes every Saver of this process."""
-    while _savers:
-        _savers.popitem()[1].close()
+def close_all(kind: type[Saver] | None = None) -> None:
+    """Closes every saver of this process, or those of one kind."""
+    while keys := [key for key in _savers if kind in (None, key[0])]:
+        _savers.pop(keys[-1]).close()

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.repair import repair
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.command import run
@@ -344,6 +346,60 @@ def test_a_save_that_another_of_the_same_writer_overtakes_fails(tmp_path: Path) 
     assert f"began another one, to {tmp_path / 'second'}" in str(cause_of(caught))
     assert not (tmp_path / "first").exists()
     assert_equal(load(blank(), tmp_path / "second"), state(2))
+
+
+@pytest.mark.parametrize("fsyncs", [None, 1, 2, 3])
+def test_a_signal_handler_that_saves_in_the_middle_of_a_save_gets_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsyncs: int | None
+) -> None:
+    """While the save is planned, or publishes: at its first fsync, and so on."""
+    arrivals: list[int] = []
+    refused: list[str] = []
+
+    def arrive(*_: object) -> None:
+        arrivals.append(1)
+        if len(arrivals) == (fsyncs or 1):
+            signal.raise_signal(signal.SIGUSR1)
+
+    def on_signal(*_: object) -> None:
+        with pytest.raises(CheckpointException) as found:
+            save(state(2.0), tmp_path / "last")
+        refused.append(str(found.value))
+
+    planner = DefaultSavePlanner()
+    on, name = (os, "fsync") if fsyncs else (planner, "resolve_data")
+    called = getattr(on, name)
+    monkeypatch.setattr(on, name, lambda *given: arrive() or called(*given))
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    try:
+        save(state(), tmp_path / "c", planner=planner)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    (text,) = refused
+    assert "a signal handler only sets a flag" in text and not (tmp_path / "last").exists()
+    assert_equal(load(blank(), tmp_path / "c"), state())
+    save(state(3.0), tmp_path / "last")
+    assert_equal(load(blank(), tmp_path / "last"), state(3.0))
+
+
+def test_a_signal_handler_may_save_while_a_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = [signal.raise_signal], RankSave.await_durable
+
+    def interrupted(rank_save: RankSave) -> None:
+        while waits:
+            waits.pop()(signal.SIGUSR1)
+        wait(rank_save)
+
+    monkeypatch.setattr(RankSave, "await_durable", interrupted)
+    before = signal.signal(signal.SIGUSR1, lambda *_: save(state(2.0), tmp_path / "last"))
+    try:
+        save(state(), tmp_path / "c")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for name, scale in (("c", 1.0), ("last", 2.0)):
+        assert_equal(load(blank(), tmp_path / name), state(scale))
 
 
 def test_only_directories_are_accepted(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving import postponement
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.links import Identity, Link, SharedFile
 from megatron_datastates.pipeline.saving.records import DurableFile
 from megatron_datastates.pipeline.saving.stable import StableFile
@@ -105,6 +106,16 @@ def test_unchanged_tensors_are_linked_and_changed_ones_written(linking, tmp_path
     paths = [stable_file(tmp_path / str(number)) for number in range(4)]
     assert paths[0].samefile(paths[1]) and paths[2].samefile(paths[3]) and not paths[1].samefile(paths[2])
     assert [path.stat().st_nlink for path in paths] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_a_save_whose_finishing_thread_cannot_start_links_too(linking, tmp_path, monkeypatch, mutability):
+    def refuse(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(BackgroundThread, "start", refuse)
+    reports = [save(linking, tmp_path / str(seed), state_of(seed // 2), mutability) for seed in (2, 3, 4)]
+    assert [report["linked_bytes"] > 0 for report in reports] == [False, True, False]
 
 
 def test_the_manifest_says_which_save_wrote_a_linked_file(linking, tmp_path):

@@ -152,12 +152,12 @@ class LayoutStore:
         return merge_layouts(parts)
 
 
-_lock = threading.Lock()  # of what stores know
+_lock = threading.RLock()  # of what stores know; a signal handler may save in the middle
 
 
 def _unlock() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)  # a thread of the parent may hold it

@@ -64,11 +64,19 @@ class FrameWriter:
         frame = self._frame[: self._filled].tobytes()
         self._filled = 0
         self.bytes += len(frame)
-        codec, item_bytes, level = self._encoding
-        self._encoded.append(self._pool.submit(encode_frame, codec, frame, item_bytes, level))
+        self._encoded.append(self._encode(frame))
         self._digest.update(frame)
         if len(self._encoded) >= 2 * threads():
             self._write_first()
+
+    def _encode(self, frame: bytes) -> concurrent.futures.Future[bytes]:
+        codec, item_bytes, level = self._encoding
+        try:
+            return self._pool.submit(encode_frame, codec, frame, item_bytes, level)
+        except RuntimeError:  # such as while the interpreter ends: pools take no work then
+            encoded: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+            encoded.set_result(encode_frame(codec, frame, item_bytes, level))
+            return encoded
 
     def _write_first(self) -> None:
         stored = self._encoded.popleft().result()

@@ -3,8 +3,9 @@
 Milestones: enqueued -> staged -> written -> durable, or failed (published is set by publication.py). Two
 threads work on a save. The trainer's thread starts it, waits for it at fences, confirms that nothing changed
 before it was copied, and polls. The finishing thread serializes objects and streams into the tail of the
-file, and seals the file once it has that confirmation: a torn save leaves no valid footer. Errors are values
-until all ranks have agreed (publication.py).
+file, and seals the file once it has that confirmation: a torn save leaves no valid footer. Where that thread
+cannot start, the trainer's does its work before the save returns. Errors are values until all ranks have
+agreed (publication.py).
 """
 
 from __future__ import annotations
@@ -118,8 +119,11 @@ class RankSave:
             self._watch(plan)
             self.tail.write_now(self._save.tail, time.monotonic() + self.fence_deadline)
             finisher = BackgroundThread(functools.partial(self._finish, self._save, plan))
-            finisher.start()
-            self._finisher = finisher
+            try:
+                finisher.start()
+                self._finisher = finisher
+            except RuntimeError:  # such as while the interpreter ends: Python starts no threads then
+                self._finish_here(self._save, plan)
             if plan.stable is not None and plan.stable.has_eager:
                 self.postponement.end()  # the finishing thread links, and `_settle` waits for that
                 self._settle()
@@ -175,6 +179,13 @@ class RankSave:
             self._cancel(f"tensors that may change at once were not compared in {self.fence_deadline:g} s")
         if self.stable.failure is not None:
             raise self.stable.failure
+
+    def _finish_here(self, save: FileSave, plan: StatePlan) -> None:
+        """Does the finishing thread's work before the save returns: nothing changes before it is copied."""
+        self._confirm()
+        self.advance()
+        self._finish(save, plan, settles=True)
+        self.advance()
 
     def _cancel(self, reason: str) -> None:
         self.postponement.end()
@@ -359,11 +370,13 @@ class RankSave:
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def _finish(self, save: FileSave, plan: StatePlan) -> None:
+    def _finish(self, save: FileSave, plan: StatePlan, *, settles: bool = False) -> None:
         try:
             self.postponement.wait()
             if self.stable is not None:
                 self.stable.make_link()
+                if settles:
+                    self._settle()
             self.tail.write_later(save.tail)
             self._serialized_seconds = time.perf_counter() - self.started_at
             data_end = save.tail.close()
