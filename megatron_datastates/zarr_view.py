@@ -157,7 +157,7 @@ class _Entries(MutableMapping[str, Buffer]):
         if data.dtype is not torch.float32 and self._shown_dtype(tensor.dtype) == "float32":
             data = data.to(torch.float32)
         if shape != chunk:
-            padded = torch.zeros(chunk, dtype=data.dtype)
+            padded = torch.zeros(chunk, dtype=data.dtype, device="cpu")
             padded[tuple(map(slice, shape))] = data
             data = padded
         return cpu.Buffer.from_array_like(data.reshape(-1).view(torch.uint8).numpy())

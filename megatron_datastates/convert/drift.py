@@ -125,7 +125,9 @@ def _rounded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns where float64 may have rounded integers, and |a - b| computed exactly there."""
     if one.is_complex() or other.is_complex() or not (_is_integer(left) or _is_integer(right)):
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(
+            0, dtype=torch.float64, device="cpu"
+        )
     large = torch.maximum(one.abs(), other.abs()) >= _EXACT_INTEGERS
     (where,) = (large & one.isfinite() & other.isfinite()).nonzero(as_tuple=True)
     # A float beside such an integer is an integer, or so much smaller that its fraction is negligible.

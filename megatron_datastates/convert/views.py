@@ -74,7 +74,7 @@ class ByParameter:
                 found.append(next(stored))
                 continue
             state = self._states[key]
-            target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype, key))
+            target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype, key), device="cpu")
             reads = state.plan(offset, shape, contiguous_strides(shape), has_holes=True)
             found.append(target)
             scheduled += [ScheduledRead(part, target.data_ptr()) for part in reads]

@@ -331,7 +331,7 @@ class _Archive:
     def _storage(self, kind: StorageKind, name: str, count: int) -> Any:
         dtype, member = self._member(kind, name, count)
         if name not in self._found:
-            view, target = self._view(member), torch.empty(member.size, dtype=torch.uint8)
+            view, target = self._view(member), torch.empty(member.size, dtype=torch.uint8, device="cpu")
             member.check(view, f"storage {name!r}")
             target.numpy()[:] = np.frombuffer(view, np.uint8)
             self._found[name] = target.untyped_storage()

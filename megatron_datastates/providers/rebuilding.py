@@ -5,6 +5,7 @@ torch's own functions check nothing: a tensor that is larger than its storage ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +155,9 @@ def _sparse(context: PickleContext, layout: Any, parts: Any) -> Any:
     require(
         all(_is_tensor(part) or type(part) in (torch.Size, tuple, bool) for part in parts), "a sparse tensor"
     )
-    return _make(context, torch._utils._rebuild_sparse_tensor, layout, parts)
+    devices = [part.device for part in parts if isinstance(part, torch.Tensor)]
+    with devices[0] if devices else contextlib.nullcontext():  # else torch makes it on the default device
+        return _make(context, torch._utils._rebuild_sparse_tensor, layout, parts)
 
 
 def _meta(context: PickleContext, *arguments: Any) -> Any:

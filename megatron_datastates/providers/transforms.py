@@ -220,7 +220,7 @@ class _DeviceReader(threading.local):
             if part.device not in self._streams:
                 self._streams[part.device] = torch.cuda.Stream(part.device)
             if self._memory is None:
-                self._memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True)
+                self._memory = torch.empty(_PART_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             stream = self._streams[part.device]
             with torch.cuda.stream(stream):
                 if written_after is not None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -55,6 +56,27 @@ def load(directory: str, value: int, shards: int, folder: str) -> None:
     assert_loads(Path(directory), value, shards=shards)
     plain = dist_checkpointing.load_plain_tensors(directory)
     assert torch.equal(plain["weight"], full_tensor(value, shards))
+    report(folder)
+
+
+def save_and_load_with_another_default_device(directory: str, folder: str) -> None:
+    """On one rank: Megatron's own calls on gloo would get tensors of that device."""
+    join()
+    make_directory(Path(directory))
+    weight, scaler = torch.arange(8.0), [torch.tensor(2.0)]
+
+    def states(tensor: torch.Tensor, value: object) -> dict[str, object]:
+        sharded = ShardedTensor.from_rank_offsets("weight", tensor)
+        return {"weight": sharded, "scaler": ShardedObject("scaler", value, (1,), (0,))}
+
+    saved, wanted = states(weight, scaler), states(torch.zeros(8), None)
+    torch.set_default_device("meta")  # for which a GPU may stand
+    try:
+        dist_checkpointing.save(saved, directory, DataStatesSaveStrategy())
+        found = dist_checkpointing.load(wanted, directory)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found["weight"], weight) and found["scaler"] == scaler
     report(folder)
 
 

@@ -46,6 +46,22 @@ def load(root: str, value: int, folder: str) -> None:
     report(folder)
 
 
+def save_and_load_with_another_default_device(root: str, value: int, folder: str) -> None:
+    rank, ranks = join()
+    given, blank = part(rank, ranks, value), part(rank, ranks, -1)
+    objects = {f"of {rank}": [torch.tensor(float(value)), whole(value).to_sparse()]}
+    torch.set_default_device("meta")  # for which a GPU may stand
+    try:
+        ds.save({"weight": given} | objects, Path(root, "ck"))
+        found = ds.load(Path(root, "ck"), into={"weight": blank, **dict.fromkeys(objects)})
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(blank.tensor, given.tensor)
+    step, sparse = found[f"of {rank}"]
+    assert step.device.type == "cpu" and step == value and torch.equal(sparse.to_dense(), whole(value))
+    report(folder)
+
+
 def save_what_fails(root: str, how: str, folder: str) -> None:
     """Saves an invalid state on one rank, or the same whole tensor on both."""
     rank, _ = join()

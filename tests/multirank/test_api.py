@@ -28,6 +28,10 @@ def test_other_numbers_of_ranks_load_the_same_state(world: World, tmp_path: Path
     world.run("api_ranks:load", tmp_path / "ck", 3, 2, ranks=readers)
 
 
+def test_the_default_device_does_not_matter(world: World, tmp_path: Path) -> None:
+    world.run("api_ranks:save_and_load_with_another_default_device", tmp_path / "ck", ranks=1)
+
+
 def test_without_a_promise_tensors_may_change_when_save_returns(world: World, tmp_path: Path) -> None:
     world.run("api_ranks:mutate_at_once", tmp_path / "ck")
 

@@ -15,6 +15,11 @@ def test_shards_saved_by_two_ranks_load_on_any_number(world: World, tmp_path: Pa
     world.run("front_door_ranks:load", tmp_path, 5, ranks=readers)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_default_device_does_not_matter(world: World, tmp_path: Path, ranks: int) -> None:
+    world.run("front_door_ranks:save_and_load_with_another_default_device", tmp_path, 5, ranks=ranks)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [("replicas", "'weight'"), ("names", "both called 'a.b'"), ("object", "rank 1")],

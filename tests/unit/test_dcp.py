@@ -100,6 +100,17 @@ def test_a_nested_state_comes_back_in_place(tmp_path: Path) -> None:
     assert_equal(load(blank(), tmp_path / "c"), state())
 
 
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    saved, into = state(), blank()
+    torch.set_default_device("meta")  # for which a GPU may stand
+    try:
+        save(saved, tmp_path / "c")
+        load(into, tmp_path / "c")
+    finally:
+        torch.set_default_device(None)
+    assert_equal(into, saved)
+
+
 def test_metadata_and_nesting_are_those_of_dcps_own_writer(tmp_path: Path) -> None:
     save(state(), tmp_path / "ours")
     dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))

@@ -20,6 +20,7 @@ from megatron_datastates.errors import (
     OptionError,
     SaveFailedError,
 )
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers import TensorSource
 
 
@@ -254,3 +255,23 @@ def test_help_fits_on_a_screen_and_names_everything() -> None:
 def test_a_save_to_a_url_is_refused() -> None:
     with pytest.raises(OptionError, match="only Megatron's training loop saves to object stores"):
         ds.save({"step": 1}, "s3://bucket/x")
+
+
+@pytest.mark.parametrize("compress", [0, 1])
+def test_the_default_device_does_not_matter(tmp_path: Path, compress: int) -> None:
+    state = {
+        "w": torch.arange(5.0),
+        "optimizer": [{"step": torch.tensor(3.0), "m": torch.ones(2, 2).t()}],
+        "sparse": [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()],
+    }
+    torch.set_default_device("meta")  # for which a GPU may stand
+    try:
+        ds.save(state, tmp_path / "c", compress=compress)
+        assert verify(tmp_path / "c").good
+        found = [ds.load(tmp_path / "c"), ds.load(tmp_path / "c", into={**state, "w": state["w"].clone()})]
+    finally:
+        torch.set_default_device(None)
+    for one in found:
+        step, moment = one["optimizer"][0].values()
+        assert torch.equal(one["w"], state["w"]) and step == 3.0 and torch.equal(moment, torch.ones(2, 2))
+        assert all(torch.equal(sparse.to_dense(), torch.eye(3)) for sparse in one["sparse"])

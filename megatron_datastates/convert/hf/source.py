@@ -295,7 +295,7 @@ class HuggingFaceSource(Source):
         entry = self._tensors[key]
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         dtype = torch_dtype(entry.dtype, key)
-        target = torch.empty(tuple(shape), dtype=dtype)
+        target = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
         for number, (begin, lengths) in enumerate(boxes):
             common = intersect(begin, lengths, offset, shape)

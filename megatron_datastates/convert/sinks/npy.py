@@ -24,7 +24,7 @@ _RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 def dtype_for_numpy(dtype: torch.dtype) -> torch.dtype:
     """Returns `dtype`, or the unsigned integer of its size if numpy lacks it, as it does bfloat16."""
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:
         return _RAW[dtype.itemsize]
     return dtype
@@ -52,7 +52,9 @@ def write_npy(
     target = dtype or dtype_for_numpy(torch_dtype(content.dtype, content.key))
     item = element_bytes(content.dtype)
     with publish_on_exit(path) as temporary, temporary.open("xb") as file:
-        array = {"descr": np.lib.format.dtype_to_descr(torch.empty(0, dtype=target).numpy().dtype)}
+        array = {
+            "descr": np.lib.format.dtype_to_descr(torch.empty(0, dtype=target, device="cpu").numpy().dtype)
+        }
         shape = {"fortran_order": False, "shape": wanted.kept_shape}
         np.lib.format.write_array_header_1_0(file, array | shape)
         size = file.tell() + math.prod(wanted.shape) * target.itemsize

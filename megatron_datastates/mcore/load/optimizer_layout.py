@@ -352,7 +352,8 @@ class _Optimizer:
             plain = {key: LocalNonpersistentObject(value) for key, value in found.items()}
             result["param_groups"].append(params | plain)
         if steps and _keeps_step_by_parameter() and isinstance(result.get("state"), dict):
-            result["state"]["common_step"] = LocalNonpersistentObject(torch.tensor(float(steps[0])))
+            step = torch.tensor(float(steps[0]), device="cpu")
+            result["state"]["common_step"] = LocalNonpersistentObject(step)
         return result
 
     def _with_others(self, result: dict[Any, Any], node: dict[Any, Any]) -> dict[Any, Any]:

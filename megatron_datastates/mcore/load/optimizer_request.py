@@ -215,4 +215,4 @@ def _own_step(entry: State, step: Any) -> State:
     """Returns a step for one part, which its optimizer will count on in place."""
     if step is None or "padding" not in entry or "step" not in entry:
         return {}
-    return {"step": torch.tensor(float(step))}
+    return {"step": torch.tensor(float(step), device="cpu")}

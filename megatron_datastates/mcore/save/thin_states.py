@@ -108,7 +108,7 @@ def _without_data(item: Any) -> Any:
 
 @functools.cache
 def _stand_in() -> torch.Tensor:
-    return torch.zeros(1)
+    return torch.zeros(1, device="cpu")
 
 
 def _stand_in_shard() -> ShardedTensor:

@@ -194,7 +194,7 @@ class StateTensor:
 
         offset, shape = checked_slice(self.key, self.global_shape, offset, shape)
         self.sources(offset, shape)  # raises before memory is asked for: a hostile map has any shape
-        target = torch.empty(shape, dtype=torch_dtype(self.dtype, self.key))
+        target = torch.empty(shape, dtype=torch_dtype(self.dtype, self.key), device="cpu")
         reads = self.plan(offset, shape, contiguous_strides(shape))
         self.checkpoint.read([ScheduledRead(part, target.data_ptr()) for part in reads])
         return target

@@ -85,7 +85,7 @@ class Collectives:
         if not self.distributed:
             return _Known(list(values))
         self._count("sum")
-        own = torch.tensor(values, dtype=torch.int32)
+        own = torch.tensor(values, dtype=torch.int32, device="cpu")
         return self._start(own, 0, own.numel(), lambda sums: sums.tolist())
 
     def start_gather(self, record: bytes) -> PendingResult[bytes]:
@@ -245,7 +245,9 @@ os.register_at_fork(after_in_child=lambda: _worlds_of_parents.append(_world()))
 
 def _tensor_of(data: bytes) -> torch.Tensor:
     held = bytearray(data)  # which torch may write into, unlike bytes
-    return torch.frombuffer(held, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(held, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _bytes_of(found: torch.Tensor) -> bytes:
@@ -273,7 +275,7 @@ class HostTransport:
 
     def empty(self, count: int) -> torch.Tensor:
         """Allocates bytes on the device."""
-        return torch.empty(count, dtype=torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device="cpu")
 
     def pinned(self, count: int) -> torch.Tensor:
         """Allocates bytes of host memory that the device can copy from and to."""
@@ -301,7 +303,7 @@ class CudaTransport(HostTransport):
         return torch.empty(count, dtype=torch.uint8, device=self._device)
 
     def pinned(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def event(self) -> Event:
         return _CudaEvent(self._device)
