@@ -43,7 +43,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, is_index_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_dcp_file_name, is_index_name
 from megatron_datastates.pipeline.publishing.presence import missing_files
 from megatron_datastates.pipeline.runs.run_folders import (
     checkpoint_directories,
@@ -174,7 +174,8 @@ def _look_at_ours(look: Look) -> None:
     metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
     is_megatrons = bool(manifest.parallel) or is_checkpoint_name(look.path.name)
     notes = [_DROPPED] if manifest.is_without_optimizer else []
-    if is_megatrons and not (look.path / METADATA_NAME).exists():
+    is_dcps = any(map(is_dcp_file_name, others))  # Megatron-FSDP's, with which it writes none
+    if is_megatrons and not is_dcps and not (look.path / METADATA_NAME).exists():
         notes.append(f"only {METADATA_NAME} is missing: it loads all the same")
     look.note = "; ".join(notes) or None
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import megatron_datastates as ds
+from megatron_datastates.cli.main import app
 from tests.support.ranks import Outcome, RankForge
-from tests.support.tiny import DRAWN_BY_LOADER, PATH, PRELOAD, Checkpoints, Ending, Pretraining
+from tests.support.tiny import DRAWN_BY_LOADER, MANIFEST, PATH, PRELOAD, Checkpoints, Ending, Pretraining
 
 pytestmark = pytest.mark.skipif(
     metadata.version("megatron-core") < "0.19", reason="tried with megatron-core 0.19 only"
@@ -218,6 +220,32 @@ def test_damage_in_a_checkpoint_of_megatrons_fsdp_is_named_on_all_ranks(
     errors = [line for line in outcome.log.splitlines() if "MegatronLoadFailedError: " in line]
     assert len(errors) >= 2 and all(data.name in line for line in errors), outcome.log[-3000:]
     assert all("iter_0000002 verifies" in line for line in errors)
+
+
+@needs_einops
+def test_what_stock_saves_over_a_checkpoint_of_ours_counts(run: Run, whole: Ending, tmp_path: Path) -> None:
+    """Our manifest stays there, and does not make the newer one unreadable."""
+    checkpoints = Checkpoints(tmp_path / "c")
+    run(*OURS, "--save", checkpoints.root, "--save-interval", "2")
+    place = ["--save", checkpoints.root, "--load", checkpoints.root]
+    run(*MEGATRON_FSDP, *place, "--ckpt-step", "2", writer="stock")
+    assert {".metadata", MANIFEST} <= {path.name for path in checkpoints.at(4).iterdir()}
+    for kind in (OURS, MEGATRON_FSDP):
+        resumed = run(*kind, "--load", checkpoints.root, "--train-iters", "5", writer="stock")
+        assert [rank.begun_at for rank in resumed.ranks] == [4, 4]
+        assert not_restored(resumed, whole) <= {DRAWN_BY_LOADER}
+
+
+@needs_einops
+def test_conversions_of_megatrons_fsdp_resume(run: Run, whole: Ending, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "c")
+    run(*OURS, "--save", checkpoints.root, "--exit-interval", "2")
+    converted = Checkpoints(tmp_path / "dcp")
+    done = CliRunner().invoke(app, ["convert", str(checkpoints.root), str(converted.root)])
+    assert done.exit_code == 0, done.output
+    resumed = run(*OURS, "--load", converted.root, writer="stock")
+    assert [rank.begun_at for rank in resumed.ranks] == [2, 2]
+    assert resumed.differences(whole) == []
 
 
 @needs_einops

@@ -37,7 +37,12 @@ from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import SequentialFile
-from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import (
+    COMMON_FILE,
+    COMMON_STATE_KEY,
+    OPTIMIZER_MAPS_NAME,
+    TORCH_DIST_INDEX,
+)
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.loading.load import torch_dtype
 
@@ -96,8 +101,15 @@ class TorchDistSink(Sink):
         maps = {key: self.source.read_object(key) for key in filter(is_optimizer_map, self.source.objects)}
         if maps:
             write_synced(self.directory / OPTIMIZER_MAPS_NAME, encode_maps(maps, index))
-        self.write_metadata()
+        if not self._is_of_dcp():
+            self.write_metadata()
         sync_directory(self.directory)
+
+    def _is_of_dcp(self) -> bool:
+        """Returns whether DCP itself saved it, as Megatron-FSDP has it do: a metadata.json would deny that."""
+        facts, source = self.source.dcp_facts, self.source
+        has_common = COMMON_FILE in source.other_files or COMMON_STATE_KEY in source.objects
+        return facts is not None and facts.planner_data is not None and not has_common
 
 
 def _forget(path: Path) -> None:

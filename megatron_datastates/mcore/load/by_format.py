@@ -37,7 +37,9 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
             problem: Exception | None = TypeError("it has no name of a backend") if is_damaged else None
         except (ValueError, TypeError, AttributeError, RecursionError) as error:  # damaged
             config, problem, is_damaged = None, error, True
-        if (is_damaged or config is None) and checkpoint_dir and is_published(checkpoint_dir):
+        # Without metadata.json, DCP's index may be of a later save than our manifest (Megatron-FSDP's).
+        found = is_published if is_damaged else is_ours
+        if (is_damaged or config is None) and checkpoint_dir and found(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
         if is_damaged and may_be_ours(checkpoint_dir):
             metadata = any_path(checkpoint_dir) / METADATA_NAME

@@ -107,7 +107,7 @@ def adopt(args: Any) -> bool:
     """
     if getattr(args, "ckpt_format", None) == FORMAT:
         args.ckpt_backend, args.ckpt_format = FORMAT, "torch_dist"
-    if is_selected(args) and uses_fsdp(args):
+    if is_selected(args) and uses_fsdp(args) and not is_converting(args):
         args.ckpt_format = "fsdp_dtensor"
     return is_selected(args)
 
@@ -267,6 +267,19 @@ def warn_of_deadline(args: Any, options: Options) -> None:
             options.fence_deadline,
             least,
             least / 2,
+        )
+
+
+def check_fsdp(args: Any) -> None:
+    """Checks arguments of a run with Megatron-FSDP that saves in our format.
+
+    Raises:
+        OptionError: it asks for checkpoints that Megatron could not resume from, in any format.
+    """
+    if uses_fsdp(args) and getattr(args, "non_persistent_ckpt_type", None) == "global":
+        raise OptionError(
+            "--non-persistent-ckpt-type global: with --use-megatron-fsdp, Megatron cannot resume from such "
+            "checkpoints. Leave it out, and give a smaller --save-interval"
         )
 
 

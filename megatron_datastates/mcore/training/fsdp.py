@@ -74,10 +74,11 @@ def saving(strategy: TrainingSaveStrategy) -> Iterator[None]:
     trainer = threading.get_ident()
     choose = getattr(checkpointing, "get_async_strategy", None)  # before 0.17, all saves are synchronous
 
-    def save(state_dict: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != trainer:  # another thread of the program's
-            return state_dict_saver.save(state_dict, **kwargs)
-        publication = _start(strategy, state_dict, kwargs["storage_writer"].given, "sync")
+    def save(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        writer = kwargs.get("storage_writer")
+        if threading.get_ident() != trainer or not isinstance(writer, _Writer):  # of the program's own
+            return state_dict_saver.save(state_dict, *args, **kwargs)
+        publication = _start(strategy, state_dict, writer.given, "sync")
         raise_if_failed(publication, publication.wait())
 
     def save_state_dict_async_plan(state_dict: Any, writer: _AsyncWriter, *args: Any, **kwargs: Any) -> Any:

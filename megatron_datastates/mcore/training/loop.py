@@ -17,6 +17,7 @@ from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
     adopt,
+    check_fsdp,
     check_near_options,
     check_object_stores,
     is_converting,
@@ -217,6 +218,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         result = validate_without_worker(original, args, *rest, **kwargs)
         check_object_stores(args)
         settle(args)
+        check_fsdp(args)
         options = options_of(args)
         warn_of_checkpoint_as_run(args)
         warn_of_deadline(args, options)
