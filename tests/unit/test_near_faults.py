@@ -27,6 +27,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.near_save import NearSave
@@ -287,3 +288,21 @@ def test_clocks_that_are_apart_choose_no_checkpoint(
     assert iteration == 3
     later.check(3)
     nodes.check(1)
+
+
+def test_an_interrupted_trainer_keeps_no_lock_that_the_drain_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Condition.__enter__ is a function of Python's: it may be interrupted when it has the lock."""
+    enter = threading.Condition.__enter__
+
+    def interrupted(condition: threading.Condition) -> bool:
+        enter(condition)
+        raise KeyboardInterrupt
+
+    one = drain.Drain(OPTIONS, Faults(""), lambda report: None)
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(threading.Condition, "__enter__", interrupted)
+        one.note_far()
+    other = threading.Thread(target=one.note_far, daemon=True)
+    other.start()
+    other.join(10.0)
+    assert not other.is_alive()

@@ -72,7 +72,9 @@ class Drain:
         self._report = report
         self._limit = Limit(options.drain_limit)
         self._copier = Copier(options, faults, self._limit)
-        self._changed = threading.Condition()
+        # `with` this lock, not the condition: an interrupt within Condition.__enter__ may leave it held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._to_copy: deque[NearSave] = deque()
         self._to_publish: list[NearSave] = []  # on rank 0, oldest first
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
@@ -92,7 +94,7 @@ class Drain:
     def add(self, save: NearSave) -> None:
         """Takes over a save that was just published near. Never raises."""
         self._room.begin(save)
-        with self._changed:
+        with self._lock:
             self._kept = [*self._kept, save]  # saves end in the order in which they began
             if save.is_drained:
                 self._to_copy.append(save)
@@ -112,7 +114,7 @@ class Drain:
 
         Args: as those of JobNotes.add.
         """
-        with self._changed:
+        with self._lock:
             self._notes.add(run, folders, save_id, origin, resumed)
             self._changed.notify_all()
         if folders:
@@ -130,19 +132,19 @@ class Drain:
 
     def note_far(self) -> None:
         """Notes that a save of this job was published in its directory, without a near tier."""
-        with self._changed:
+        with self._lock:
             self._room.note_far()
             self._note_change()
 
     def note_published(self) -> None:
         """Notes a published save of this job of which this process has nothing in its near tier."""
-        with self._changed:
+        with self._lock:
             self._room.note_published()
             self._note_change()
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Takes note of a failed save; as Room.note_failed."""
-        with self._changed:
+        with self._lock:
             self._room.note_failed(near, save_id, withdraw)
             self._note_change()
         self._start("files of a failed save stay")
@@ -162,11 +164,11 @@ class Drain:
         """
         if self._thread is None:
             return
-        with self._changed:
+        with self._lock:
             newest = self._kept[-1] if self._kept else None
         if newest is not None and not abandon:
             self._drain_now(newest)
-        with self._changed:
+        with self._lock:
             pending = [*self._to_copy, *self._to_publish]
             self._closing, self._abandoned = True, abandon
             self._limit.set(0)  # training is over, and the job waits for this
@@ -179,7 +181,7 @@ class Drain:
             if time.monotonic() - self._progress > self._stalled_seconds():
                 self._given_up = self._progress
                 break
-        with self._changed:
+        with self._lock:
             left = [*self._to_copy, *self._to_publish]
         if left:
             logger.warning(
@@ -191,7 +193,7 @@ class Drain:
 
     def _drain_now(self, save: NearSave) -> None:
         """Drains a save that was to stay near."""
-        with self._changed:
+        with self._lock:
             if not save.is_drained:
                 save.is_drained = True
                 self._to_copy.append(save)
@@ -205,13 +207,13 @@ class Drain:
         if not any(is_object(save.far) for save in self._kept):
             return
         self.close(abandon=False)
-        with self._changed:
+        with self._lock:
             if self._thread is not None and self._thread.join(0):
                 self._thread, self._closing = None, False
                 self._limit.set(self._options.drain_limit)
 
     def _stalled_seconds(self) -> float:
-        with self._changed:
+        with self._lock:
             is_far = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
         return _STALLED_SECONDS_OBJECTS if is_far else _STALLED_SECONDS
 
@@ -220,14 +222,14 @@ class Drain:
     def _run(self) -> None:
         while True:
             self._notes.write()
-            with self._changed:
+            with self._lock:
                 save = self._to_copy[0] if self._to_copy else None
                 if self._abandoned or (self._closing and self._is_done()):
                     return
             self._publish_and_evict()  # before a copy, which may take long
             if save is not None:
                 self._copy_or_pause(save)
-            with self._changed:
+            with self._lock:
                 has_work = bool(self._to_copy) or self._may_evict or self._notes.has_new
                 if not (has_work or (self._closing and self._is_done())):
                     self._changed.wait(self._look_seconds())
@@ -273,12 +275,12 @@ class Drain:
                     "" if is_given_up else "; it is tried again",
                 )
             if is_given_up:
-                with self._changed:
+                with self._lock:
                     self._to_copy.remove(save)
                 return
             self._rest(save.attempts)
             return
-        with self._changed:
+        with self._lock:
             self._to_copy.remove(save)
             self._may_evict = True  # earlier ones may have become far meanwhile
             save.attempts = 0
@@ -348,7 +350,7 @@ class Drain:
             except Exception as error:
                 self._note_failure(save, error)
                 continue
-            with self._changed:
+            with self._lock:
                 for older in self._to_publish[: self._to_publish.index(save)]:
                     older.passed_by = save.name
                 self._to_publish.remove(save)
@@ -391,7 +393,7 @@ class Drain:
             save.far,
             save.passed_by,
         )
-        with self._changed:
+        with self._lock:
             self._to_publish.remove(save)
             self._may_evict = True
 
@@ -413,7 +415,7 @@ class Drain:
 
     def _rest(self, attempts: int) -> None:
         """Waits before the next attempt, unless there is something else to do."""
-        with self._changed:
+        with self._lock:
             if not (self._may_evict or self._abandoned):
                 self._changed.wait(self._pause_seconds(attempts))
 
@@ -438,7 +440,7 @@ class Drain:
 
     def _evict(self) -> None:
         """Makes room in the near tier, if something has changed. An evicted save is no longer near."""
-        with self._changed:
+        with self._lock:
             may_evict, self._may_evict = self._may_evict, False
             busy = [*self._to_copy, *self._to_publish]
             # Nothing says when rank 0 publishes what another node has copied.
@@ -446,7 +448,7 @@ class Drain:
         if not (may_evict or (looks and any(save.is_far for save in self._kept))):
             return
         gone = self._room.make(self._kept, lambda save: save in busy, self._drain_now)
-        with self._changed:
+        with self._lock:
             self._kept = [save for save in self._kept if save not in gone]
 
     def _is_done(self) -> bool:
