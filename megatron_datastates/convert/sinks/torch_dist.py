@@ -106,7 +106,7 @@ class TorchDistSink(Sink):
         sync_directory(self.directory)
 
     def _is_of_dcp(self) -> bool:
-        """Returns whether DCP itself saved it, as Megatron-FSDP has it do: a metadata.json would deny that."""
+        """Returns whether DCP saved it, as for Megatron-FSDP: metadata.json would say that Megatron did."""
         facts, source = self.source.dcp_facts, self.source
         has_common = COMMON_FILE in source.other_files or COMMON_STATE_KEY in source.objects
         return facts is not None and facts.planner_data is not None and not has_common
