@@ -120,7 +120,9 @@ def _start(strategy: TrainingSaveStrategy, state_dict: Any, path: Any, mode: str
         message = f"saving to {directory} was not planned, and nothing was written: {error}"
         raise MegatronSaveFailedError(message) from error
     meta = StorageMeta(checkpoint_id=str(directory), save_id=uuid.uuid4().hex)
-    facts = functools.partial(_facts, planner, meta, trust=strategy.options.trust_objects)
+    # Not the planner: it has the state, and the last save is kept until the next one.
+    metadata = getattr(planner, "metadata", None)
+    facts = functools.partial(_facts, metadata, meta, trust=strategy.options.trust_objects)
     state = PlannedState(plan, planner, strategy.classifier)
     publication = strategy.start_planned(state, directory, mode, facts)
     publication.not_prepared_because = _NOT_PREPARED
@@ -169,7 +171,7 @@ def _forget_plans() -> None:
         getattr(SavePlanner, name, {}).pop(__name__, None)
 
 
-def _facts(planner: Any, meta: StorageMeta, *, trust: bool) -> bytes:
-    """Returns what DCP knows of the state; for the coordinator, which is rank 0."""
-    metadata: Metadata = planner.metadata
+def _facts(metadata: Metadata | None, meta: StorageMeta, *, trust: bool) -> bytes:
+    """Returns what DCP knows of the state; for the coordinator, rank 0, whose planner has the metadata."""
+    assert metadata is not None
     return Facts.of(metadata, meta).encode(str(meta.checkpoint_id), trust=trust)
