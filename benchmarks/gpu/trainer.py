@@ -181,17 +181,28 @@ def _weighted_sum(tensor: Any) -> int:
 
 
 def _state(model: list[Any], optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yields all parameters and buffers, and the main parameters and moments of each inner optimizer."""
-    for index, chunk in enumerate(model):
+    """Yields all parameters and buffers, and the main parameters and moments of each inner optimizer.
+
+    Of Megatron-FSDP only the latter: its parameters are DTensors until the first step after a load, and
+    whole ones or empty after a step.
+    """
+    from megatron.training.global_vars import get_args
+
+    for index, chunk in enumerate([] if get_args().use_megatron_fsdp else model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             yield f"model {index} {name}", tensor
     for link, chained in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         inner = chained.optimizer
         for index, group in enumerate(inner.param_groups):
             for position, parameter in enumerate(group["params"]):
-                yield f"optimizer {link}.{index}.{position}", parameter
+                yield f"optimizer {link}.{index}.{position}", _local(parameter)
                 for key in ("exp_avg", "exp_avg_sq"):
-                    yield f"optimizer {link}.{index}.{position} {key}", inner.state[parameter][key]
+                    yield f"optimizer {link}.{index}.{position} {key}", _local(inner.state[parameter][key])
+
+
+def _local(tensor: Any) -> Any:
+    """Returns the part of a DTensor that this rank has; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 if __name__ == "__main__":

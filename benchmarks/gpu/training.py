@@ -15,14 +15,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.gpu.context import Part
-from benchmarks.gpu.environment import IS_FAKE, ROOT
+from benchmarks.gpu.environment import CONNECTIONS, IS_FAKE, ROOT
 from benchmarks.gpu.memory import NO_TMPFS, tmpfs
 from benchmarks.training.runs import FORMATS, Model, Span, checkpoint_bytes, free_port, outermost
+from megatron_datastates.format.values import MANIFEST_NAME
 
 _ARGUMENTS = ROOT / "recipes" / "tiny.args"
 _MODEL = Model(2, 64, 32) if IS_FAKE else Model(24, 1024, 1024)
@@ -51,12 +54,14 @@ class Run:
     is_counted: bool = False  # what its threads do in each step
     batch: int = _BATCH
     saves_each: bool = False  # iteration of a block, not the first one only
+    label: str = ""  # what the way's arguments do not say
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """As in the results."""
         each = " in each iteration" * self.saves_each
-        return f"{self.way}{each}, {'tmpfs' if self.on_tmpfs else 'disk'}"
+        return f"{self.label}{self.way}{each}, {'tmpfs' if self.on_tmpfs else 'disk'}"
 
     @property
     def checkpoints(self) -> int:
@@ -64,6 +69,10 @@ class Run:
         return self.blocks // 2 * (self.block if self.saves_each else 1) + 1
 
 
+_FSDP = [
+    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+    "--untie-embeddings-and-output-weights",
+]
 _WORKER = "--use-persistent-ckpt-worker"  # without it, Megatron 0.19 saves synchronously
 
 
@@ -107,8 +116,19 @@ def _runs() -> list[Run]:
     theirs = ["--ckpt-format", "torch_dist", "--ckpt-assume-constant-structure"]
     each = Run("datastates async", ours, 7, on_tmpfs=True, block=_SHORT_BLOCK)
     worker = Run("torch_dist async", [*theirs, "--async-save", _WORKER], 5, on_tmpfs=True)
+    fsdp = Run(
+        "datastates async",
+        [*ours, *_FSDP],
+        7 if IS_FAKE else 11,
+        on_tmpfs=True,
+        block=_BLOCK,
+        is_resumed=True,
+        label="Megatron-FSDP, ",
+        environment={CONNECTIONS: "8"},  # Megatron-FSDP refuses one
+    )
     return [
         dataclasses.replace(each, batch=_LARGE_BATCH, saves_each=True),
+        fsdp,
         *([] if IS_FAKE else [worker]),  # processes that Megatron spawns have no stand-ins for a GPU
         Run("datastates async", ours, 7 if IS_FAKE else 15, on_tmpfs=True, block=_BLOCK, is_counted=True),
         Run("datastates async", ours, 7, on_tmpfs=False, is_counted=True, is_resumed=True),
@@ -128,9 +148,10 @@ def _measure(run: Run, folder: Path, seconds: float) -> dict[str, Any]:
         options += ["--count"] * run.is_counted
         arguments = [*run.arguments, "--save", str(checkpoints)]
         arguments += ["--datastates-report-file", str(report)] if is_ours else []
-        found = _train(folder, options, run.blocks * run.block + 1, arguments, seconds, run.batch)
-        # torch_dist writes metadata.json first.
-        size, saves = checkpoint_bytes(checkpoints, "metadata.json" if is_ours else ".metadata")
+        iterations = run.blocks * run.block + 1
+        found = _train(folder, options, iterations, arguments, seconds, run.batch, run.environment)
+        # torch_dist writes metadata.json first, and checkpoints of Megatron-FSDP have none.
+        size, saves = checkpoint_bytes(checkpoints, MANIFEST_NAME if is_ours else ".metadata")
         if run.saves_each:
             result = summarize_each(found["spans"], run.block)
         else:
@@ -177,7 +198,8 @@ def _resume(run: Run, folder: Path, checkpoints: Path, saved: dict[str, Any], en
     arguments = [*run.arguments, "--load", str(checkpoints), "--ckpt-step", str(saved["iteration"])]
     arguments += ["--override-opt_param-scheduler"]  # for the run is shorter
     iterations = saved["iteration"] + 2
-    found = _train(folder, ["--digest-load"], iterations, arguments, end - time.monotonic())
+    left = end - time.monotonic()
+    found = _train(folder, ["--digest-load"], iterations, arguments, left, environment=run.environment)
     loaded = found["loaded"]
     same = ("iteration", "sha256", "tensors", "bytes")
     if any(saved[key] != loaded[key] for key in same):
@@ -193,6 +215,7 @@ def _train(
     arguments: list[str],
     seconds: float,
     batch: int = _BATCH,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Trains in a process of its own; returns its record.
 
@@ -217,7 +240,7 @@ def _train(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | place,
+                env=os.environ | place | environment,
                 cwd=ROOT,
                 timeout=max(seconds, 1.0),
             )
