@@ -240,7 +240,7 @@ def _train(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | place | environment,
+                env={**os.environ, **place, **environment},
                 cwd=ROOT,
                 timeout=max(seconds, 1.0),
             )

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -18,8 +18,12 @@ from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.providers.base import CopyBudget, Mutability, Place, StateReader, Tensors, Write
 from megatron_datastates.providers.members import PICKLE, find_members
 
-# Nobody can change a value of these types.
+# Nobody can change a value of these types, and any load accepts them.
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
+
+
+def _is_constant(value: object) -> bool:
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
 
 
 def _never(tensor: torch.Tensor) -> Mutability:
@@ -51,33 +55,37 @@ class PlannedState:
         found, objects = Tensors(), []
         archives: dict[bytes, _Archive] = {}
         classify = self._classify() if self._classify is not None else _never
-        for item in self._plan.items:
-            if is_optimizer_map(item.index.fqn):
-                raise MismatchError(
-                    f"the name {item.index.fqn!r} is reserved for optimizer maps: rename that value"
-                )
-            if item.type is WriteItemType.BYTE_IO:
-                objects.append(self._object(item, archives))
-            else:
-                tensor, place = _resolved(item, self._planner)
-                found.add(item.index.fqn, tensor, classify(tensor), place)
+        by_value = _serializes_by_value(self._planner)
+        with torch.no_grad():  # a DTensor would make its local tensor a differentiable view
+            for item in self._plan.items:
+                if is_optimizer_map(item.index.fqn):
+                    raise MismatchError(
+                        f"the name {item.index.fqn!r} is reserved for optimizer maps: rename that value"
+                    )
+                if item.type is WriteItemType.BYTE_IO:
+                    objects.append(self._object(item, archives, by_value))
+                else:
+                    tensor, place = _resolved(item, self._planner)
+                    found.add(item.index.fqn, tensor, classify(tensor), place)
         yield found
         yield from objects
 
     def restore(self, reader: StateReader) -> None:
         """Does nothing: DCP itself requests what it loads."""
 
-    def _object(self, item: WriteItem, archives: dict[bytes, _Archive]) -> PlannedObject:
+    def _object(self, item: WriteItem, archives: dict[bytes, _Archive], by_value: bool) -> PlannedObject:
         planner, constant = self._planner, None
-        if _serializes_by_value(planner) and type(value := planner.lookup_object(item.index)) in _CONSTANT:
-            constant = pickle.dumps(value)
+        if by_value:
+            assert isinstance(planner, DefaultSavePlanner)
+            value = planner.lookup_object(item.index)
+            constant = pickle.dumps(value) if _is_constant(value) else None
         changes = self._classify is not None and constant is None
         return PlannedObject(
             item, planner, Mutability.NOW if changes else Mutability.NEVER, archives, constant
         )
 
 
-def _serializes_by_value(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+def _serializes_by_value(planner: SavePlanner) -> bool:
     """Returns whether equal objects become equal bytes: the planner is DCP's own where that is decided."""
     names = ("resolve_data", "lookup_object", "transform_object")
     return isinstance(planner, DefaultSavePlanner) and all(
@@ -139,15 +147,15 @@ class PlannedObject:
         budget.left -= len(archive.data)
         return dataclasses.replace(self, mutability=Mutability.NEVER, archive=archive)
 
-    def write(self, write: Write) -> bytes:
-        """Passes on what the planner serialized, and returns its pickle.
+    def write(self, write: Write) -> bytes | None:
+        """Passes on what the planner serialized, and returns its pickle; of a constant, nothing.
 
         Raises:
             MismatchError: it is not what torch.save writes.
         """
         archive = self.archive or self._serialized()
         write(archive.data)
-        return archive.pickle
+        return archive.pickle if self.constant is None else None
 
     def _serialized(self) -> _Archive:
         if self.constant is None:

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.dcp.items import PlannedState
@@ -32,19 +29,11 @@ from megatron_datastates.mcore.errors import MegatronSaveFailedError
 from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.training.fsdp_plans import planned
 from megatron_datastates.mcore.training.fsdp_shards import gathered_at_once
 from megatron_datastates.pipeline.publication import Publication
 
 _NOT_PREPARED = "Megatron-FSDP's state dicts are made anew in every save"
-# What DCP keeps of plans, so that a rank need not send one that is as in the last save.
-_CACHES = (
-    "_cached_save_plan",
-    "_cached_final_save_plan",
-    "_cached_all_plans",
-    "_cached_global_plan",
-    "_cached_metadata",
-)
-_planned_in: Any = None  # the world whose plans DCP keeps for us
 
 
 class _Writer(FileSystemWriter):
@@ -104,7 +93,24 @@ def saving(strategy: TrainingSaveStrategy) -> Iterator[None]:
         stack.enter_context(replaced(dcp, "save", save))
         stack.enter_context(replaced(dcp, "FileSystemWriter", _Writer))
         stack.enter_context(gathered_at_once())
+        stack.enter_context(_without_collections())
         yield
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python's garbage collector away.
+
+    A save makes tens of thousands of objects, which start collections of all objects of the program: each
+    takes longer than the save, and finds nothing, since the save's objects go when it is over.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _start(strategy: TrainingSaveStrategy, state_dict: Any, path: Any, mode: str) -> Publication:
@@ -115,7 +121,7 @@ def _start(strategy: TrainingSaveStrategy, state_dict: Any, path: Any, mode: str
     """
     directory = path_of(path)
     try:
-        plan, planner = _plan(state_dict)
+        plan, planner = planned(state_dict)
     except CheckpointException as error:
         message = f"saving to {directory} was not planned, and nothing was written: {error}"
         raise MegatronSaveFailedError(message) from error
@@ -127,48 +133,6 @@ def _start(strategy: TrainingSaveStrategy, state_dict: Any, path: Any, mode: str
     publication = strategy.start_planned(state, directory, mode, facts)
     publication.not_prepared_because = _NOT_PREPARED
     return publication
-
-
-def _plan(state_dict: Any) -> tuple[SavePlan, SavePlanner]:
-    """Returns this rank's part of DCP's plan for a save. Collective.
-
-    Raises:
-        CheckpointException: a rank's part, or all together, could not be planned; on all ranks.
-    """
-    ranks = _DistWrapper(None, True, 0)
-    planner = _planner()
-
-    def own_plan() -> SavePlan:
-        planner.set_up_planner(state_dict, is_coordinator=ranks.is_coordinator)
-        return planner.create_local_plan()
-
-    def all_plans(plans: list[SavePlan]) -> list[SavePlan]:
-        return planner.create_global_plan(plans)[0]
-
-    try:
-        return planner.finish_plan(ranks.reduce_scatter("plan", own_plan, all_plans)), planner
-    except BaseException:
-        _forget_plans()  # ranks and coordinator may have kept different ones
-        raise
-
-
-def _planner() -> DefaultSavePlanner:
-    global _planned_in
-    world = dist.group.WORLD
-    if world is not _planned_in:
-        _forget_plans()  # in another world, the coordinator knows nothing of this rank's plans
-        _planned_in = world
-    try:
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-    except TypeError:  # an older torch
-        return DefaultSavePlanner()
-    planner._cached_plans_key = __name__
-    return planner
-
-
-def _forget_plans() -> None:
-    for name in _CACHES:
-        getattr(SavePlanner, name, {}).pop(__name__, None)
 
 
 def _facts(metadata: Metadata | None, meta: StorageMeta, *, trust: bool) -> bytes:
