@@ -114,11 +114,6 @@ def gpu(found: Results) -> Iterator[Row]:
     yield Row(name, GPU, held, f"{theirs['held_ms']:,.0f} ms ({_times(theirs['saves'])})")
     name = "an iteration of that loop, while such a save is copied"
     yield Row(name, GPU, _longer(ours, part["block"]))
-    steps = found["parts"]["steps"]
-    alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
-    copied = f"{steps['bytes'] / 1e6:,.0f} MB"
-    name = f"a step of {alone:,.0f} ms on a GPU, while {copied} are copied and written to disk"
-    yield Row(name, GPU, f"{beside:,.0f} ms (median of {steps['repeats']})")
     calls = found["parts"]["megatron"]
     ways = [way for name, way in calls["ways"].items() if name.startswith(f"{THEIRS}_async")]
     best = min(way["held_ms"] for way in ways)
@@ -126,6 +121,22 @@ def gpu(found: Results) -> Iterator[Row]:
     name = f"trainer held by an asynchronous `dist_checkpointing.save` of {size} on a GPU, to disk"
     once = _times(calls["repeats"])
     yield Row(name, GPU, f"{calls['ways'][OURS]['held_ms']:,.0f} ms ({once})", f"{best:,.0f} ms ({once})")
+
+
+def gpu_steps(found: Results) -> Iterator[Row]:
+    """Yields rows about what copies cost a step on a GPU, by how many queues CUDA uses."""
+    for part, connections in (
+        ("steps", ""),
+        ("steps_one_connection", ", CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ("steps_8_for_copies", ", and CUDA_DEVICE_MAX_COPY_CONNECTIONS=8 besides"),
+    ):
+        steps = found["parts"][part]
+        alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
+        copied = f"{steps['bytes'] / 1e6:,.0f} MB"
+        name = (
+            f"a step of {alone:,.0f} ms on a GPU, while {copied} are copied and written to disk{connections}"
+        )
+        yield Row(name, GPU_STEPS, f"{beside:,.0f} ms (median of {steps['repeats']})")
 
 
 def _times(count: int) -> str:
@@ -145,6 +156,7 @@ def _longer(way: Results, block: int) -> str:
 
 
 GPU = "gpu-h100-80gb-hbm3-2026-11-27-2"
+GPU_STEPS = "gpu-h100-80gb-hbm3-2026-11-27-3"
 MAKERS = {
     "engine": engine,
     "load": load,
@@ -152,6 +164,7 @@ MAKERS = {
     "training": training,
     TWO_RANKS: functools.partial(training, result=TWO_RANKS),
     GPU: gpu,
+    GPU_STEPS: gpu_steps,
 }
 
 

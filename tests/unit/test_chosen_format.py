@@ -8,6 +8,7 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,41 @@ def test_a_fence_that_may_wait_for_longer_than_process_groups_is_warned_of(
     args = namespace(distributed_timeout_minutes=minutes, distributed_timeout_seconds_after_init=seconds)
     arguments.warn_of_deadline(args, OPTIONS)
     assert ("process groups time out" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "is_warned"),
+    [
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"async_save": True}, True),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"async_save": True, "rank": 1}, False),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"async_save": False}, False),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"async_save": True}, False),
+        ({}, {"async_save": True}, False),
+        (
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"},
+            {"async_save": True},
+            False,
+        ),
+    ],
+)
+def test_copies_that_take_turns_with_kernels_are_warned_of(
+    environment: dict[str, str],
+    given: dict[str, Any],
+    is_warned: bool,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(arguments, "_DEVICE", tmp_path / "none")
+    arguments.warn_of_shared_queue(namespace(**given))
+    assert not caplog.text, "there is no GPU"
+    monkeypatch.setattr(arguments, "_DEVICE", tmp_path)
+    arguments.warn_of_shared_queue(namespace(**given))
+    assert ("CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize("given", [{"near_replicas": 1}, {"drain_every": 5}, {"drain_limit": 10**9}])

@@ -27,6 +27,7 @@ from megatron_datastates.pipeline.near.places import near_root
 from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
 
 logger = logging.getLogger(__name__)
+_DEVICE = Path("/dev/nvidiactl")  # where there is a GPU, and not only a stand-in for torch.cuda
 FORMAT = "datastates"
 _IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
 _PREFIX = "--datastates-"
@@ -267,6 +268,22 @@ def warn_of_deadline(args: Any, options: Options) -> None:
             options.fence_deadline,
             least,
             least / 2,
+        )
+
+
+def warn_of_shared_queue(args: Any) -> None:
+    """Logs a warning on rank 0 if copies of asynchronous saves would take turns with the trainer's kernels.
+
+    It is too late to change that: CUDA reads its environment when it starts.
+    """
+    is_one = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    is_shared = is_one and "CUDA_DEVICE_MAX_COPY_CONNECTIONS" not in os.environ
+    is_asked = getattr(args, "async_save", False) and getattr(args, "rank", 0) == 0
+    if is_shared and is_asked and _DEVICE.exists():
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: copies of a save share the kernels' queue, and the iteration "
+            "after a save takes longer by their time. Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8 in the environment that "
+            "starts Python: it gives copies queues of their own, and leaves kernels in order"
         )
 
 

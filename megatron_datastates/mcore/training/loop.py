@@ -28,6 +28,7 @@ from megatron_datastates.mcore.training.arguments import (
     warn_of_checkpoint_as_run,
     warn_of_deadline,
     warn_of_report_file,
+    warn_of_shared_queue,
 )
 from megatron_datastates.pipeline.saving.held import trainer_held
 
@@ -223,6 +224,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         warn_of_checkpoint_as_run(args)
         warn_of_deadline(args, options)
         warn_of_report_file(args, options)
+        warn_of_shared_queue(args)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save
         if getattr(args, "save", None):
             check_near_options(args, options)
