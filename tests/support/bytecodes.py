@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
-def interrupted(act: Callable[[], object], file: str, number: int) -> bool:
-    """Calls `act`; raises KeyboardInterrupt in it before the bytecode of that number in a file, from 1 on.
+def interrupted(act: Callable[[], object], files: str | Collection[str], number: int) -> bool:
+    """Calls `act`; raises KeyboardInterrupt in it before the bytecode of that number in a file, or in files.
 
-    Returns whether there are so many. The interrupt is caught here.
+    Returns whether there are so many, from 1 on. The interrupt is caught here.
     """
-    left = number
+    left, files = number, {files} if isinstance(files, str) else files
 
     def trace(frame: types.FrameType, event: str, arg: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != file:
+        if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
