@@ -6,7 +6,7 @@
 namespace datastates {
 
 void RateLimit::Spend(uint64_t bytes, const std::function<bool()>& give_up) {
-  if (bytes_per_second_ == 0) return;
+  if (bytes_per_second_ == 0 || give_up()) return;  // what is not moved takes nothing from the others
   Clock::time_point due;
   {
     const MutexLock lock(mutex_);

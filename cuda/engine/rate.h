@@ -15,7 +15,8 @@ class RateLimit {
   // `bytes_per_second` 0 means no limit.
   explicit RateLimit(uint64_t bytes_per_second) : bytes_per_second_(bytes_per_second) {}
 
-  // Waits until `bytes` more fit under the limit, or `give_up` returns true (called at least every 20 ms).
+  // Waits until `bytes` more fit under the limit, or `give_up` returns true: it is called at first, when
+  // bytes that are given up do not count, and at least every 20 ms.
   void Spend(uint64_t bytes, const std::function<bool()>& give_up);
 
  private:

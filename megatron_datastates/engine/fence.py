@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -66,14 +65,12 @@ class Fence:
     def wait(self, reason: str) -> None:
         """Fences every registered save, oldest first; one added meanwhile is left to the next call.
 
-        An interrupted wait does not count: the program may catch a KeyboardInterrupt, and step again.
+        An interrupted wait does not count: the program may catch a KeyboardInterrupt, and step again. So a
+        save leaves only once it is fenced. Until then, another thread that calls this waits for it, too.
         """
-        for save in self._taken():
-            try:
-                save.fence(reason)
-            except BaseException:
-                self._standing.insert(0, save)
-                raise
+        for save in list(self._standing):
+            save.fence(reason)
+            self.discard(save)
 
     def add_reader(self, save: Reader) -> None:
         self.readers.append(weakref.ref(save, self._forget_reader))
@@ -108,17 +105,9 @@ class Fence:
 
     def witness_mutation(self, reason: str) -> None:
         """Fails every registered save: memory has changed already, so copies may mix two states."""
-        for save in self._taken():
+        for save in list(self._standing):
             save.mark_torn(reason)
-
-    def _taken(self) -> Iterator[Fenced]:
-        """Removes the saves that are registered now, one by one, and yields each."""
-        for _ in range(len(self._standing)):
-            try:
-                save = self._standing.pop(0)
-            except IndexError:
-                return
-            yield save
+            self.discard(save)
 
     def forget(self) -> None:
         """Drops all saves, in a forked child: no thread of the child works on them."""

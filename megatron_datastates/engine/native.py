@@ -31,6 +31,7 @@ describe_tensors = _native.describe_tensors
 locate_tensors = _native.locate_tensors
 Structure = _native.Structure
 Reader = _native.Reader
+ReadJob = _native.ReadJob
 EAGER_FLAG = _native.EAGER_FLAG
 DEVICE_FLAG = _native.DEVICE_FLAG
 SLICE_SECONDS = 0.1  # waits in native code return this often, so that signals and restarts get through

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -102,28 +104,34 @@ class Reader:
     ) -> ReadOutcome:
         checked = self._options.checksums
         files = [(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources]
-        with native.errors_for_users():  # before any file is opened
-            job = self._native.start(
-                sources=files,
-                files=spans.files,
-                offsets=spans.offsets,
-                row_bytes=spans.row_bytes,
-                rows=spans.rows,
-                file_steps=spans.file_steps,
-                targets=spans.targets,
-                target_steps=spans.target_steps,
-                flags=spans.on_device * np.uint8(native.DEVICE_FLAG),
-                stream=_current_stream() if spans.on_device.any() else 0,
-            )
+        start = functools.partial(
+            self._native.start,
+            sources=files,
+            files=spans.files,
+            offsets=spans.offsets,
+            row_bytes=spans.row_bytes,
+            rows=spans.rows,
+            file_steps=spans.file_steps,
+            targets=spans.targets,
+            target_steps=spans.target_steps,
+            flags=spans.on_device * np.uint8(native.DEVICE_FLAG),
+            stream=_current_stream() if spans.on_device.any() else 0,
+        )
+        made: list[native.ReadJob] = []
         reported, is_over = 0, False
         try:
+            with native.errors_for_users():  # before any file is opened
+                # Started and noted without a step between: at an interrupt there, nobody would end the job.
+                made.extend(itertools.starmap(start, [()]))
+            (job,) = made
             while not is_over:
                 is_over = job.wait(native.SLICE_SECONDS)
                 bytes_read = job.result()[0]
                 progress(bytes_read - reported)
                 reported = bytes_read
         finally:
-            job.close()
+            for one in made:
+                one.close()
         bytes_read, bad_blocks, error = job.result()
         if error is not None:
             raise native.error_of(error)

@@ -167,7 +167,6 @@ class Saver:
                     ended=self._on_end,
                     released=functools.partial(self._report_once, mode=mode),
                 )
-                session.polls.add(publication)
                 self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
                 return publication
             finally:
@@ -176,6 +175,8 @@ class Saver:
     def _start_save(self, publication: Publication, providers: Providers, *, await_copies: bool) -> None:
         save = publication.save
         try:
+            # Interrupted before this, no poll knows of the save; after it, polls end it.
+            self.session.polls.add(publication)
             save.saves_before = len(self._under_way())
             _check_iteration(save.context.iteration)
             plan, memory, state = self._plan(providers)

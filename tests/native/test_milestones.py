@@ -63,6 +63,17 @@ def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: 
     save.assert_stored()
 
 
+def test_chunks_of_a_cancelled_save_take_nothing_from_the_limit(engines: Engines, tmp_path: Path) -> None:
+    """The next save would wait for as long as they would have taken: here, 10 seconds."""
+    engine = slow_engine(engines)
+    cancelled = Save(engine, tmp_path / "cancelled", [Copy(random_bytes(100 * SLOT), 0)])
+    cancelled.job.cancel("it is not wanted")
+    assert cancelled.reaches(Milestone.RELEASED)
+    begin = time.monotonic()
+    Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)]).finish()
+    assert time.monotonic() - begin < 5.0
+
+
 def test_eager_bytes_may_change_at_their_milestone(engines: Engines, tmp_path: Path) -> None:
     eager, lazy = random_bytes(SLOT - 100), random_bytes(4 * SLOT, 1)
     engine, copies = slow_engine(engines), [Copy(eager, 0, eager=True), Copy(lazy, SLOT)]

@@ -19,7 +19,7 @@ from megatron_datastates.engine import staging
 from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
-from megatron_datastates.mcore.training import arguments, loop, retention
+from megatron_datastates.mcore.training import arguments, device_cache, loop, retention
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
@@ -281,6 +281,19 @@ def test_a_loop_that_raises_is_over(arguments_of_the_loop):
 
     with pytest.raises(KeyError):
         loop.wrap_train(train)()
+    assert not loop.is_training()
+
+
+def test_a_loop_that_is_interrupted_as_it_begins_does_not_run(arguments_of_the_loop, monkeypatch):
+    """Later saves of the program would be lazy."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_cache, "forget_saves", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.wrap_train(lambda: None)()
+    monkeypatch.undo()
     assert not loop.is_training()
 
 

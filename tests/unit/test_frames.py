@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,11 +16,15 @@ from hypothesis import strategies as st
 from megatron_datastates.errors import CorruptDataError, MissingPackageError
 from megatron_datastates.format import codecs
 from megatron_datastates.format.codecs import FRAME_BYTES, PLANES, ZSTD, decode_frame, encode_frame
-from megatron_datastates.pipeline.saving.frames import FrameWriter, threads
+from megatron_datastates.pipeline.saving import background, flag
+from megatron_datastates.pipeline.saving import frames as saving_frames
+from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.frames import Encoders, FrameWriter, threads
 from megatron_datastates.plan import frames
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
 from megatron_datastates.providers.base import Encoding
+from tests.support.bytecodes import interrupted
 
 COMPRESSIBLE = bytes(range(200)) * 40
 
@@ -183,3 +188,46 @@ def test_few_frames_wait_to_be_written():
         writer.write(bytes(FRAME_BYTES // 2))
     assert pool.most == 2 * threads() and len(written) == 20 - pool.waiting
     assert writer.close() == [len(frame) for frame in written] and len(written) == 20
+
+
+def test_an_interrupt_leaves_no_encoding_thread_behind():
+    """The trainer's thread encodes what may change at once."""
+    files = {saving_frames.__file__, flag.__file__, background.__file__, threading.__file__}
+    number = 1
+    while True:
+        encoders = Encoders()
+
+        def encode(encoders: Encoders = encoders) -> None:
+            writer = FrameWriter(len, Encoding(ZSTD, 1, 1), encoders)
+            writer.write(bytes(3 * FRAME_BYTES + 1))
+            writer.close()
+
+        was_interrupted = interrupted(encode, files, number)
+        closing = BackgroundThread(encoders.close)
+        closing.start()
+        assert closing.join(30.0), f"interrupted before bytecode {number}"
+        if not was_interrupted:
+            break
+        number += 3
+    assert number > 100
+
+
+def test_what_closed_encoders_were_given_is_encoded_and_errors_are_passed_on():
+    encoders = Encoders()
+    early = encoders.submit(lambda: b"early")
+    encoders.close()
+    encoders.close()
+    late = encoders.submit(lambda: b"late")
+    assert (early.result(), late.result()) == (b"early", b"late")
+    for each in (Encoders(), encoders):
+        with pytest.raises(ZeroDivisionError):
+            each.submit(lambda: bytes(1 // 0)).result()
+        each.close()
+
+
+def test_where_no_thread_can_be_started_the_caller_encodes(monkeypatch):
+    def fail(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(BackgroundThread, "start", fail)
+    assert Encoders().submit(lambda: b"it").result() == b"it"

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.engine import fence as fence_module
 from megatron_datastates.engine.fence import Fence
-from megatron_datastates.pipeline.saving import held
+from megatron_datastates.pipeline.saving import held, rank_save
 from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
+from megatron_datastates.pipeline.saving.rank_save import RankSave
+from tests.support.bytecodes import interrupted
 from tests.unit.states import SMALL
 
 
@@ -125,6 +128,41 @@ def test_standing_saves_pass_the_fence_once_and_oldest_first():
     assert log == [("one", "the step"), ("two", "the step")]
 
 
+def test_an_interrupted_fence_forgets_no_save():
+    """The program may catch the interrupt, and step again."""
+    number = 1
+    while True:
+        log: list[object] = []
+        fence = Fence()
+        fence.add(Fenced(log, "one"))
+        was_interrupted = interrupted(
+            lambda fence=fence: fence.wait("the step"), fence_module.__file__, number
+        )
+        fence.wait("the next step")
+        assert log, f"interrupted before bytecode {number}"
+        if not was_interrupted:
+            break
+        number += 1
+    assert number > 10
+
+
+def test_another_thread_waits_for_a_save_that_is_being_fenced():
+    fence, may_end, log = Fence(), threading.Event(), []
+
+    class Slow(Fenced):
+        def fence(self, reason: str) -> None:
+            may_end.wait(10.0)
+            super().fence(reason)
+
+    fence.add(Slow(log, "one"))
+    first = threading.Thread(target=fence.wait, args=("one thread",))
+    first.start()
+    threading.Timer(0.1, may_end.set).start()
+    fence.wait("another thread")
+    assert log
+    first.join()
+
+
 def test_a_save_that_was_discarded_is_not_waited_for():
     log: list[object] = []
     fence = Fence()
@@ -134,6 +172,46 @@ def test_a_save_that_was_discarded_is_not_waited_for():
     fence.discard(save)
     fence.wait("the step")
     assert log == []
+
+
+def test_a_save_that_begins_while_another_holds_the_trainer_is_released_too(clock):
+    """A finalize function may save. What waits for the release would else begin a minute later."""
+    first, second = Save(), Save()
+    with trainer_held("finalize", first), trainer_held("start"):
+        charge_open_intervals(second)
+        clock.sleep(1.0)
+    assert first.releases == [1.0] and second.releases == [0.0]
+    assert second.held.parts == {"start": 1.0}
+
+
+def test_after_an_interrupted_interval_the_next_one_counts_and_releases(clock):
+    number = 1
+    while True:
+        save = Save()
+
+        def hold(save: Save = save) -> None:
+            with trainer_held("start", save):
+                clock.sleep(1.0)
+
+        was_interrupted = interrupted(hold, held.__file__, number)
+        later = Save()
+        with trainer_held("polls", later):
+            clock.sleep(1.0)
+        assert later.held.total == 1.0 and later.releases == [1.0], f"interrupted before bytecode {number}"
+        if not was_interrupted:
+            break
+        number += 1
+    assert number > 10
+
+
+def test_an_interrupt_while_a_save_is_made_stays_one(tmp_path, monkeypatch):
+    def claims_and_is_interrupted(save: RankSave) -> bool:
+        charge_open_intervals(save)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank_save, "charge_open_intervals", claims_and_is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ds.save({"w": torch.ones(10)}, tmp_path / "c", **SMALL)
 
 
 def test_a_part_that_ended_before_the_save_began_counts_as_a_part_of_it(clock):

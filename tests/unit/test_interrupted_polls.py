@@ -150,6 +150,20 @@ def test_a_save_within_a_start_is_refused_and_harms_nothing(
     assert saver.start(tmp_path / "a", state(1)).wait() is Outcome.PUBLISHED
 
 
+def test_an_interrupt_before_a_save_has_begun_holds_up_no_later_one(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "_start_save", once(Saver._start_save, interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            saver.start(tmp_path / "a", state(1))
+    later = saver.start(tmp_path / "b", state(2))
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while later.poll() is Outcome.PENDING and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert later.outcome is Outcome.PUBLISHED
+
+
 def test_an_interrupt_right_after_the_start_of_copies_ends_them(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import threading
@@ -30,7 +31,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.saving import postponement
+from megatron_datastates.pipeline.saving import postponement, stable
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.links import Identity, Link, SharedFile
 from megatron_datastates.pipeline.saving.records import DurableFile
@@ -38,6 +39,7 @@ from megatron_datastates.pipeline.saving.stable import StableFile
 from megatron_datastates.pipeline.upkeep.verify import verify_checkpoint
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.named import NamedState
+from tests.support.bytecodes import interrupted
 from tests.unit.states import OPTIONS, SMALL, Yields, bits, data_files, new_saver, random_tensor
 
 LINKING = {"link_from": MIB}
@@ -358,6 +360,29 @@ def test_a_signal_handler_that_looks_meanwhile_waits_for_nothing():
     file = changed_file(begun, lambda file: looked.append(file.settle(60.0)))
     assert file.settle(60.0)
     assert looked == [False] and begun == [Output.DIGESTS, Output.FILE_AND_DIGESTS]
+
+
+def test_an_interrupt_leaves_no_job_that_nobody_ends():
+    """What it reads would be freed while it reads."""
+    number = 1
+    while True:
+        begun: list[SimpleNamespace] = []
+
+        def begin(output: Output, begun: list[SimpleNamespace] = begun) -> Any:
+            job = SimpleNamespace(close_input=lambda: None, reasons=[])
+            job.cancel = job.reasons.append
+            begun.append(job)
+            return job
+
+        no_link: Any = SimpleNamespace()
+        file = StableFile(SaveId(1, 1), functools.partial(begin), (), no_link)
+        was_interrupted = interrupted(file.start, stable.__file__, number)
+        file.cancel("the end")
+        assert all(job.reasons for job in begun), f"interrupted before bytecode {number}"
+        if not was_interrupted:
+            break
+        number += 1
+    assert number > 10 and begun
 
 
 # -- saves that fail, and saves side by side ------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.dcp import reading
 from megatron_datastates.dcp.reading import find_fragment
+from megatron_datastates.engine import native
 from megatron_datastates.engine.reader import SLOT_BYTES, Reader
 from megatron_datastates.errors import CorruptDataError, FormatError
 from megatron_datastates.mcore.load.reader import DataStatesReader
@@ -249,6 +252,32 @@ def test_an_interrupted_load_writes_nothing_afterwards(tmp_path, monkeypatch):
     assert not target[-1]
     there = target.clone()
     time.sleep(0.3)
+    assert torch.equal(target, there)
+
+
+def test_a_load_that_is_interrupted_as_it_starts_writes_nothing_afterwards(tmp_path, monkeypatch):
+    """The job has begun, and nobody waits for it yet."""
+    ds.save({"w": torch.ones(40 << 18)}, tmp_path / "c", **SMALL)
+    target = torch.zeros(40 << 18)
+    options = dataclasses.replace(OPTIONS, faults="read:0:stall=50", read_threads=1)
+    checkpoint = Checkpoint.open(tmp_path / "c", options)
+    read = Reader._read_files
+
+    @contextlib.contextmanager
+    def stopped() -> Iterator[None]:
+        yield
+        raise Stop
+
+    def read_interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(native, "errors_for_users", stopped)
+        return read(*args)
+
+    monkeypatch.setattr(Reader, "_read_files", read_interrupted)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load({"w": target}, storage_reader=DataStatesReader(checkpoint))
+    assert isinstance(caught.value.failures[0][0], Stop)
+    there = target.clone()
+    time.sleep(0.5)
     assert torch.equal(target, there)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import gc
 import inspect
 import logging
 import multiprocessing
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +123,35 @@ def test_nothing_is_cleaned_up_while_the_tracker_cannot_be_read(
     assert "were not cleaned up: [Errno 5] Input/output error" in caplog.text
     clean_up(str(root), 1)
     assert not (root / "iter_0000100").exists()
+
+
+def test_without_a_thread_a_cleanup_deletes_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error would be rank 0's alone, and the others would wait for it."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)(str(root), 1, do_async=True)
+    assert not (root / "iter_0000100").exists() and retention._deletions == {}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_deletion_that_never_began_is_not_waited_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise error
+
+    arguments = SimpleNamespace(save=str(root), rank=1)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
+    monkeypatch.setattr(retention, "_deletions", {})
+    clean_up = retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", fail)
+        clean_up(str(root), 1)
+    with retention.saving(100):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             registered(_options.providers)
             _announce(_options)
         _require_restored_data(parameters.of_call(args, kwargs).get("train_data_iterator"))
-        _loops += 1
         forget_saves()
+        _loops += 1
         try:
             return original(*args, **kwargs)
         except SystemExit:  # as --exit-interval and signals end it

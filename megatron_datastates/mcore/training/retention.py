@@ -80,7 +80,7 @@ def saving(iteration: int) -> Iterator[None]:
     args = checkpointing.get_args()
     name = iteration_name(iteration)
     for path, thread in list(_deletions.items()):
-        if path.name == name:
+        if path.name == name and thread.ident is not None:  # an interrupt may have kept it from starting
             thread.join()
     finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
     # Path.exists would raise some errors, on one rank alone.
@@ -152,7 +152,11 @@ def wrap_cleanup_old_non_persistent_checkpoint(original: Callable[..., Any]) -> 
         thread = threading.Thread(target=_delete, args=(directories,), name="datastates-cleanup")
         for directory in directories:
             _deletions[directory] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # there is no thread: rank 0 must not fail alone
+            _delete(directories)
+            return
         if not do_async:
             thread.join()
 

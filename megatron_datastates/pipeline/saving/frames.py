@@ -5,18 +5,24 @@ Belongs here: order, back-pressure, and the digest of the logical bytes. Does no
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
+import functools
 import hashlib
 import os
+import queue
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from megatron_datastates.format.codecs import FRAME_BYTES, encode_frame
+from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.providers.base import Encoding, Write
 
 _MOST_THREADS = 4
+_WAIT_SECONDS = 0.1
 
 
 class FrameWriter:
@@ -25,11 +31,11 @@ class FrameWriter:
     At most twice as many frames as there are threads are in host memory.
     """
 
-    def __init__(self, write: Write, encoding: Encoding, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        self._write_on, self._encoding, self._pool = write, encoding, pool
+    def __init__(self, write: Write, encoding: Encoding, encoders: Encoders) -> None:
+        self._write_on, self._encoding, self._encoders = write, encoding, encoders
         self._frame = np.empty(FRAME_BYTES, np.uint8)
         self._filled = 0
-        self._encoded: deque[concurrent.futures.Future[bytes]] = deque()
+        self._encoded: deque[_Result] = deque()
         self._digest = hashlib.sha256()
         self.bytes = 0  # logical ones
         self._frame_sizes: list[int] = []
@@ -69,14 +75,9 @@ class FrameWriter:
         if len(self._encoded) >= 2 * threads():
             self._write_first()
 
-    def _encode(self, frame: bytes) -> concurrent.futures.Future[bytes]:
+    def _encode(self, frame: bytes) -> _Result:
         codec, item_bytes, level = self._encoding
-        try:
-            return self._pool.submit(encode_frame, codec, frame, item_bytes, level)
-        except RuntimeError:  # such as while the interpreter ends: pools take no work then
-            encoded: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-            encoded.set_result(encode_frame(codec, frame, item_bytes, level))
-            return encoded
+        return self._encoders.submit(functools.partial(encode_frame, codec, frame, item_bytes, level))
 
     def _write_first(self) -> None:
         stored = self._encoded.popleft().result()
@@ -89,6 +90,71 @@ def threads() -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
-def encoder_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns the threads of one save; they start when they are first used."""
-    return concurrent.futures.ThreadPoolExecutor(threads(), thread_name_prefix="datastates-encode")
+class _Result:
+    """A frame that is to be encoded, by whoever comes first."""
+
+    def __init__(self, encode: Callable[[], bytes], encoders: Encoders) -> None:
+        self._encode, self._encoders = [encode], encoders
+        self._done = Flag()
+        self._encoded, self._error = b"", list[BaseException]()
+
+    def run(self) -> None:
+        """Encodes the frame, unless somebody has begun to. Never raises."""
+        try:
+            encode = self._encode.pop()
+        except IndexError:
+            return
+        try:
+            self._encoded = encode()
+        except BaseException as error:  # or somebody would wait for ever
+            self._error.append(error)
+        self._done.set()
+
+    def result(self) -> bytes:
+        """Waits for the encoded frame. Raises what encoding it raised."""
+        while not self._done.wait(_WAIT_SECONDS):
+            if self._encoders.is_closed:
+                self.run()
+        if self._error:
+            raise self._error[0]
+        return self._encoded
+
+
+class Encoders:
+    """The threads of one save that encode frames; they start when they are first used.
+
+    Not a pool of concurrent.futures: a signal handler that raises within a call of the trainer's thread may
+    leave a lock of it held, and then its threads never end (flag.py).
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._work: queue.SimpleQueue[_Result | None] = queue.SimpleQueue()
+        self._threads: list[BackgroundThread] = []
+
+    def submit(self, encode: Callable[[], bytes]) -> _Result:
+        """Has a thread call `encode`; where none can be started, as while the interpreter ends, calls it."""
+        result = _Result(encode, self)
+        if len(self._threads) < threads() and not self.is_closed:
+            thread = BackgroundThread(functools.partial(_work_off, self._work))
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._threads.append(thread)
+        if self._threads and not self.is_closed:
+            self._work.put(result)
+        else:
+            result.run()
+        return result
+
+    def close(self) -> None:
+        """Ends the threads, once they have encoded what they were given before. Once more does no harm."""
+        self.is_closed = True
+        self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _work_off(work: queue.SimpleQueue[_Result | None]) -> None:
+    while (result := work.get()) is not None:
+        result.run()
+    work.put(None)  # for the next one: an interrupt may have kept a thread from being counted

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -42,32 +44,55 @@ class HeldTime:
 
 
 class trainer_held:
-    """Measures a block in which the trainer waits for a save."""
+    """Measures a block in which the trainer waits for a save.
+
+    Attributes:
+        outer: the interval that this one is within.
+        parts: nested blocks that ended before there was a holder.
+        within: the holders of nested intervals that have ended.
+    """
 
     def __init__(self, part: str, holder: Holder | None = None) -> None:
         self.holder = holder
-        self.parts: list[tuple[str, float]] = []  # nested blocks that ended before there was a holder
+        self.outer: trainer_held | None = None
+        self.parts: list[tuple[str, float]] = []
+        self.within: list[Holder] = []
         self._part = part
         self._begin = 0.0
 
     def __enter__(self) -> None:
-        _open.intervals.append(self)
+        self.outer = _open.innermost()
         self._begin = time.perf_counter()
+        _open.innermost = weakref.ref(self)
 
     def __exit__(self, *error: object) -> None:
-        _open.intervals.pop()
+        outer, holder = self.outer, self.holder
+        _open.innermost = _no_interval if outer is None else weakref.ref(outer)
         seconds = time.perf_counter() - self._begin
-        if self.holder is not None:
-            _charge(self.holder, self._part, seconds)
-        elif _open.intervals:
-            _open.intervals[-1].parts += [(self._part, seconds), *self.parts]
+        if holder is not None:
+            holder.held.add(self._part, seconds, to_total=outer is None)
+            self.within.append(holder)
+        elif outer is not None:
+            outer.parts += [(self._part, seconds), *self.parts]
+        if outer is not None:
+            outer.within += self.within
+            return
+        for each in dict.fromkeys(self.within):  # also a save that began while another one held the trainer
+            each.on_trainer_released()
+
+
+def _no_interval() -> None:
+    return None
 
 
 class _Open(threading.local):
-    """The open intervals of a thread: programs may save on several."""
+    """The open intervals of a thread: programs may save on several.
+
+    The innermost one is referred to weakly: an interrupt may end a block whose end is then not noted.
+    """
 
     def __init__(self) -> None:
-        self.intervals: list[trainer_held] = []
+        self.innermost: Callable[[], trainer_held | None] = _no_interval
 
 
 _open = _Open()
@@ -75,15 +100,14 @@ _open = _Open()
 
 def charge_open_intervals(holder: Holder) -> bool:
     """Charges `holder` with the open intervals that have no holder yet; returns whether there are any."""
-    unclaimed = [interval for interval in _open.intervals if interval.holder is None]
+    unclaimed: list[trainer_held] = []
+    interval = _open.innermost()
+    while interval is not None:
+        if interval.holder is None:
+            unclaimed.insert(0, interval)
+        interval = interval.outer
     for interval in unclaimed:
         interval.holder = holder
         for part, seconds in interval.parts:
             holder.held.add(part, seconds, to_total=False)
     return bool(unclaimed)
-
-
-def _charge(holder: Holder, part: str, seconds: float) -> None:
-    holder.held.add(part, seconds, to_total=not _open.intervals)
-    if not _open.intervals:
-        holder.on_trainer_released()

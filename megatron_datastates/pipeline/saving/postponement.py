@@ -28,13 +28,11 @@ class Postponement:
         files: of the save, as far as they are begun.
         held: what the time from the return of the call that saves until the first poll is charged to.
         lazy_delay: seconds from that return after which work begins by itself.
-        in_interval: whether that return will end an interval (held.py): then it is not due before.
     """
 
-    def __init__(
-        self, files: Sequence[FileSave | StableFile], held: HeldTime, lazy_delay: float, in_interval: bool
-    ) -> None:
-        self._files, self._held, self._lazy_delay, self._in_interval = files, held, lazy_delay, in_interval
+    def __init__(self, files: Sequence[FileSave | StableFile], held: HeldTime, lazy_delay: float) -> None:
+        self._files, self._held, self._lazy_delay = files, held, lazy_delay
+        self._in_interval = False  # that return will end an interval (held.py): work is not due before
         self._released_at: float | None = None  # from the return of the call until the next poll or fence
         self._begins_by = 0.0  # by time.monotonic: when the finishing thread begins without a poll or fence
         self._pause = 0.0  # seconds that pass before it does so at a poll
@@ -47,6 +45,10 @@ class Postponement:
         if self._ended.is_set():
             return 0.0
         return _HELD_SECONDS if self._in_interval else self._lazy_delay
+
+    def note_interval(self) -> None:
+        """Notes that the return of the call that saves ends an interval, and so calls `release`."""
+        self._in_interval = True
 
     def begin(self) -> None:
         """Notes that the save begins."""

@@ -87,8 +87,9 @@ class RankSave:
         self._serialized_seconds = 0.0
         self.tail = Tail(trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
-        in_interval = not awaited and charge_open_intervals(self)  # whose end releases the trainer
-        self.postponement = Postponement(self._files, self.held, lazy_delay, in_interval)
+        self.postponement = Postponement(self._files, self.held, lazy_delay)
+        if not awaited and charge_open_intervals(self):  # last: their end uses all of the above
+            self.postponement.note_interval()
 
     # -- start ------------------------------------------------------------------------------------------
 

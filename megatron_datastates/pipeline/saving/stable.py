@@ -61,6 +61,7 @@ class StableFile:
         self._error: Exception | None = None
         self._started_at = time.perf_counter()
         self._begun_at = 0.0  # seconds after the start
+        self._jobs: list[FileSave] = []  # all that were begun
         self._writing: FileSave | None = None
         self._digesting: FileSave | None = None
         self._is_linked = False
@@ -76,7 +77,7 @@ class StableFile:
             self._write()
             self._settled.set()
         else:
-            self._digesting = self._begin(Output.DIGESTS)
+            self._digesting = self._begun(Output.DIGESTS)
             self._digesting.close_input()
 
     def settle(self, seconds: float) -> bool:
@@ -131,8 +132,15 @@ class StableFile:
             if self._cancelled or self._begin is None:
                 return
             self._begun_at = time.perf_counter() - self._started_at
-            self._writing = self._begin(Output.FILE_AND_DIGESTS)
+            self._writing = self._begun(Output.FILE_AND_DIGESTS)
             self._writing.close_input()
+
+    def _begun(self, output: Output) -> FileSave:
+        assert self._begin is not None
+        # Begun and noted without a step between: at an interrupt there, nobody would end the job, nor hold
+        # what it reads.
+        self._jobs.extend(map(self._begin, (output,)))
+        return self._jobs[-1]
 
     def fence(self, seconds: float) -> bool:
         """Waits until the trainer may change every source; returns False after `seconds`.
@@ -153,18 +161,18 @@ class StableFile:
         if not self.settle(seconds):
             self.cancel(f"not everything was read within {seconds:g} s")
             self._settled.set()
-        for job in self._jobs():
+        for job in self._jobs:
             job.await_copies(max(deadline - time.monotonic(), 0.0))
 
     def allow_lazy_copies(self, seconds: float = 0.0, *, hurries: bool = False) -> None:
-        for job in self._jobs():
+        for job in self._jobs:
             job.allow_lazy_copies(seconds, hurries=hurries)
 
     def sources_copied(self) -> bool:
         """Returns whether no source is needed any more, and drops them then. Decides, if that is due."""
         if not self.settle(0.0):
             return False
-        copied = [job.sources_copied() for job in self._jobs()]  # each drops its own
+        copied = [job.sources_copied() for job in self._jobs]  # each drops its own
         if all(copied):
             self._begin, self._owners = None, ()
         return all(copied)
@@ -173,7 +181,7 @@ class StableFile:
         return not self.sources_copied() and storage in {getattr(one, "_cdata", None) for one in self._owners}
 
     def stream_waited(self) -> float:
-        return sum(job.stream_waited() for job in self._jobs())
+        return sum(job.stream_waited() for job in self._jobs)
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
@@ -210,7 +218,7 @@ class StableFile:
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes what it has made."""
-        for job in self._jobs():
+        for job in self._jobs:
             job.remove()
         if self._link is not None:
             self._link.remove()
@@ -223,7 +231,7 @@ class StableFile:
         with self._lock:
             self._cancelled = self._cancelled or reason
         self._link_tried.set()  # the thread that would link may be gone
-        for job in self._jobs():
+        for job in self._jobs:
             job.cancel(reason)
 
     @property
@@ -239,9 +247,6 @@ class StableFile:
     def _raise_failure(self) -> None:
         if (error := self.failure) is not None:
             raise error
-
-    def _jobs(self) -> list[FileSave]:
-        return [job for job in (self._digesting, self._writing) if job is not None]
 
     def status(self) -> dict[str, float]:
         """Returns times and waits as FileSave.status, counted from the start."""

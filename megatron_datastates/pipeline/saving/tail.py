@@ -14,7 +14,6 @@ import os
 import pickle
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
@@ -24,7 +23,7 @@ from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
 from megatron_datastates.pipeline.saving.flag import Flag
-from megatron_datastates.pipeline.saving.frames import FrameWriter, encoder_pool
+from megatron_datastates.pipeline.saving.frames import Encoders, FrameWriter
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import (
     CopyBudget,
@@ -85,7 +84,7 @@ class Tail:
         self._later: list[_Pending | Empty] = []
         self._written: dict[int, TailEntry] = {}
         self._late: list[ProviderError] = []  # of writes after their entry was over
-        self._encoders: ThreadPoolExecutor | None = None
+        self._encoders: Encoders | None = None
         self._read = Flag()  # nothing that may change at the fence is left to be written
         self._process = os.getpid()
         self.costs: dict[str, PartCosts] = {}  # by provider
@@ -191,7 +190,7 @@ class Tail:
         """Ends the threads that encode, and every wait for the tail."""
         self._read.set()
         if self._encoders is not None:
-            self._encoders.shutdown()
+            self._encoders.close()
 
     def entries(self) -> list[TailEntry]:
         """Returns the footer's entries, in the order of the state."""
@@ -272,9 +271,9 @@ class Tail:
         finally:
             entry_write.end()
 
-    def _encoder_threads(self) -> ThreadPoolExecutor:
+    def _encoder_threads(self) -> Encoders:
         if self._encoders is None:
-            self._encoders = encoder_pool()
+            self._encoders = Encoders()
         return self._encoders
 
 
