@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,21 @@ def test_nothing_is_older_than_what_is_no_iteration(tmp_path):
 def test_missing_checksums_are_reported(tmp_path):
     make(tmp_path, 1, checksums=False)
     assert look(tmp_path, 4, 1) == FallbackSearch(1, False, [])
+
+
+def test_without_threads_a_rank_checks_its_share_itself(tmp_path, monkeypatch):
+    """The other ranks wait for its sums."""
+    make(tmp_path, 1, 2)
+
+    submit = ThreadPoolExecutor.submit
+
+    def refused(pool: ThreadPoolExecutor, *arguments: object) -> object:
+        if pool._thread_name_prefix == "datastates-verify":
+            raise RuntimeError("can't start new thread")
+        return submit(pool, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    assert look(tmp_path, 4, 1) == FallbackSearch(2, True, [])
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 5])

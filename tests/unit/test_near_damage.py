@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import itertools
 import shutil
 import threading
 import weakref
@@ -239,6 +240,24 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(Copier, "copy", slow)
     return gate
+
+
+def test_a_copy_that_panics_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients of object stores that are written in Rust panic with a BaseException."""
+    copy, calls = Copier.copy, itertools.count()
+
+    def panics_once(*arguments: object, **named: object) -> None:
+        if next(calls) == 0:
+            raise BaseException("a panic")
+        copy(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Copier, "copy", panics_once)
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    nodes.close()
+    nodes.check(1)
 
 
 def test_saves_are_evicted_while_one_is_copied(tmp_path: Path, gate: threading.Event) -> None:

@@ -290,7 +290,7 @@ class Drain:
     def _copy(self, save: NearSave) -> None:
         """Copies the node's files of a save. Raises the first error, once all threads are done."""
         begin, waiting = time.monotonic(), deque(save.files)
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
 
         def work() -> None:
             with contextlib.suppress(IndexError):
@@ -298,7 +298,9 @@ class Drain:
                     file = waiting.popleft()
                     try:
                         self._copy_file(save, file)
-                    except Exception as error:
+                    except (
+                        BaseException
+                    ) as error:  # clients in Rust panic with something that is no Exception
                         errors.append(error)
 
         copies = _UPLOADS if is_object(save.far) else _COPIES
@@ -315,7 +317,10 @@ class Drain:
                 self._write_new_notes()
                 self._publish_and_evict()
         if errors:
-            raise errors[0]
+            first = errors[0]
+            if isinstance(first, Exception):
+                raise first
+            raise DataStatesError(f"unexpected {type(first).__name__}: {first}") from first
         save.copied_seconds = time.monotonic() - begin
 
     def _copy_file(self, save: NearSave, file: FileEntry) -> None:
