@@ -77,7 +77,7 @@ from megatron_datastates.providers.members import check_archive
 
 _MAX_LISTED = 3
 _WITHOUT_FACTS = (
-    ". Without it, Megatron-FSDP cannot resume: restore it from a copy, or load another checkpoint of the run"
+    "Without it, Megatron-FSDP cannot resume: restore it from a copy, or load another checkpoint of the run"
 )
 _ANY_FILES = 1 << 32  # the number of files is checked after decoding
 
@@ -359,14 +359,14 @@ def _dcp_facts(path: Path, index: Index, save_id: SaveId, notes: list[str]) -> l
     is_required = is_through_dcp(index.objects) and COMMON_FILE not in names_in(path)
     if facts.name not in names_in(path):
         if is_required:
-            _refuse(path, f"{facts} is missing{_WITHOUT_FACTS}")
+            _refuse(path, f"{facts} is missing. {_WITHOUT_FACTS}")
         return []
     data = read_small(facts, OBJECT_BYTES)
     try:
         check_archive(data)
     except FormatError as error:
         if is_required:
-            _refuse(path, f"{facts} is damaged: {error}{_WITHOUT_FACTS}")
+            _refuse(path, f"{facts} is damaged: {error}. {_WITHOUT_FACTS}")
         notes.append(f"{facts} is left out, as it is damaged ({error}): for DCP, keys have no nesting")
         return []
     return [OtherFile.of(facts.name, data)]
