@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_datastates.cli.shared import counted, parallelism_text, size_text
 from megatron_datastates.convert.look import look_at
-from megatron_datastates.convert.parts import group_of, is_weight
+from megatron_datastates.convert.parts import group_of, is_of_generators, is_of_optimizer, is_weight
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.stored_arguments import training_arguments
 from megatron_datastates.errors import DataStatesError
@@ -42,7 +42,7 @@ def summary(path: Path, source: Source) -> list[tuple[str, str]]:
     look, arguments = look_at(path, records=source.dcp_records), _arguments(source)
     whole = "" if look.state == "complete" else f", {look.state}: {look.problem}"
     weights = [key for key in source.tensors if is_weight(key)]
-    states = [key for key in source.tensors if not is_weight(key)]
+    states = [key for key in source.tensors if is_of_optimizer(key)]
     number = "" if look.iteration is None else f", iteration {look.iteration}"
     rows = [
         ("checkpoint", f"{path}, {source.format}{number}{whole}"),
@@ -94,8 +94,13 @@ def _weights(source: Source, keys: Collection[str]) -> str:
     counts: Counter[str] = Counter()
     for key in keys:
         counts[source.tensors[key].dtype] += math.prod(source.tensors[key].global_shape)
-    parts = [f"{counted(count, 'parameter')} in {dtype}" for dtype, count in counts.most_common()]
+    parts = [f"{counted(count, _noun(dtype))} in {dtype}" for dtype, count in counts.most_common()]
     return f"{' and '.join(parts)}, {_sized(source, keys)}" if keys else ""
+
+
+def _noun(dtype: str) -> str:
+    """Returns what elements of the model are: integers may be buffers, or counts that a program keeps."""
+    return "parameter" if dtype.startswith(("float", "bfloat", "complex")) else "element"
 
 
 def _states(source: Source, keys: Collection[str]) -> str:
@@ -111,5 +116,7 @@ def _sized(source: Source, keys: Collection[str]) -> str:
 
 
 def _others(source: Source) -> str:
-    found = [counted(len(source.objects), "object")] if source.objects else []
+    generators = sum(map(is_of_generators, source.tensors))
+    found = [f"{counted(generators, 'tensor')} of random generators"] if generators else []
+    found += [counted(len(source.objects), "object")] if source.objects else []
     return ", ".join(found + ([counted(len(source.streams), "stream")] if source.streams else []))

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.cli.shared import counted, note, progress_bar, say, size_text
 from megatron_datastates.errors import DataStatesError, describe_error
-from megatron_datastates.format.directory import iteration_in_name
+from megatron_datastates.format.directory import is_through_dcp, iteration_in_name
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.weights_only import DropPlan
     from megatron_datastates.pipeline.runs.runs import Iteration
     from megatron_datastates.pipeline.upkeep.retention import OtherFormats, RetentionRules
 
+_NOT_FOR_FSDP = (
+    "Megatron-FSDP with --bf16 or --fp16 does not start from a checkpoint without its optimizer: what is "
+    "left is for `datastates export`, ds.load and DCP"
+)
 _LISTS = ("would_drop", "dropped", "kept", "failed")  # without --yes, the first one; with it, the second
 
 
@@ -83,6 +87,8 @@ class _Call:
         freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
         verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
         self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")
+        if is_through_dcp(plan.source.objects):
+            note(f"{one.path}: {_NOT_FOR_FSDP}")
         if plan.source.left_out:
             note(f"{one.path}: {plan.source.left_out}")
         self.found["dropped" if self._yes else "would_drop"].append(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.convert.parts import Part, parts_of, stacked_key
+from megatron_datastates.convert.parts import Part, is_state, parts_of, stacked_key
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MismatchError, MissingKeyError
 from megatron_datastates.format.index import similar_keys
@@ -54,15 +54,20 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
         optimizer: list optimizer state by parameter instead of stored tensors.
 
     Raises:
-        MissingKeyError: `optimizer` is set, and the checkpoint has no optimizer map.
+        MissingKeyError: `optimizer` is set, and nothing in the checkpoint says which parameter state is of.
         DataStatesError: the checkpoint cannot be read.
     """
-    if optimizer:
-        states = _states(source)
+    states = _optimizer_state(source) if optimizer else {}
+    if states:
         return _matching(
             states, lambda key: states[key].global_shape, pattern, lambda key: _state_content(states[key])
         )
-    keys = sorted(source.tensors)
+    keys = sorted(filter(is_state, source.tensors) if optimizer else source.tensors)
+    if optimizer and not keys:
+        raise MissingKeyError(
+            f"{source.directory} has no optimizer map: list its stored tensors, which include any optimizer "
+            "state, without --optimizer"
+        )
     source.preload(keys)
     return _matching(
         keys, lambda key: source.tensors[key].global_shape, pattern, lambda key: _stored_content(source, key)
@@ -124,7 +129,8 @@ def find_content(source: Source, key: str) -> Content:
         return _state_content(states[key])
     if stack in states:
         return _numbered(_state_content(states[stack]), key, layer)
-    below = [repr(one) for one in sorted(source.objects) if one.startswith(f"{key}/")]  # Megatron's objects
+    stored = sorted([*source.objects, *source.tensors])
+    below = [repr(one) for one in stored if one.startswith((f"{key}/", f"{key}."))]  # Megatron's objects
     similar = (
         f" (it has {' and '.join(below[:2])})" if below else similar_keys(key, [*source.tensors, *states])
     )
@@ -139,16 +145,6 @@ def _numbered(whole: Content, name: str, layer: int) -> Content:
         raise MissingKeyError(f"{name!r}: {whole.key!r} has {count} layers, numbered from 0")
     rest = whole.global_shape[1:]
     return _layer_of(whole, Part(name, None, (layer, *(0 for _ in rest)), (1, *rest), True))
-
-
-def _states(source: Source) -> Mapping[str, StateTensor]:
-    states = _optimizer_state(source)
-    if not states:
-        raise MissingKeyError(
-            f"{source.directory} has no optimizer map: list its stored tensors, which include any optimizer "
-            "state, without --optimizer"
-        )
-    return states
 
 
 def _optimizer_state(source: Source) -> Mapping[str, StateTensor]:

@@ -33,6 +33,7 @@ from megatron_datastates.files import (
     read_regular,
 )
 from megatron_datastates.format.directory import (
+    ARGUMENTS_KEY,
     BACKEND,
     COMMON_FILE,
     COMMON_STATE_KEY,
@@ -53,16 +54,23 @@ from megatron_datastates.pipeline.runs.run_folders import (
 from megatron_datastates.pipeline.runs.runs import format_seen, metadata_members, stored_backend, stored_bytes
 
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
-_ARGUMENTS_KEY = "args"  # of what Megatron saves through PyTorch's calls
-_MEGATRONS_KEYS = (COMMON_STATE_KEY, _ARGUMENTS_KEY)
+_MEGATRONS_KEYS = (COMMON_STATE_KEY, ARGUMENTS_KEY)
 _MOST_PARSED_BYTES = 16 << 20  # of `.metadata`, which takes a second for 7 MB; of a larger one only names
 _MOST_NAMED = 3
 _PLAIN = (
     f"it has no {METADATA_NAME}, as PyTorch writes none: its own loads need none, and Megatron's of "
     f"{TORCH_DIST} do not take it"
 )
+_OF_DCP = (
+    f"it has no {METADATA_NAME}, as Megatron saved it through PyTorch's DCP, which writes none: Megatron "
+    f"loads it with the --ckpt-format of that run, such as fsdp_dtensor, and not with {TORCH_DIST}"
+)
 _DROPPED = (
     "without its optimizer, which `datastates prune --drop-optimizer` removed: load it with --no-load-optim"
+)
+_DROPPED_OF_DCP = (
+    "without its optimizer, which `datastates prune --drop-optimizer` removed: `datastates export`, ds.load "
+    "and DCP read the weights; Megatron-FSDP with --bf16 or --fp16 does not start from them"
 )
 _EMPTY = (
     "it is empty: its save has just begun, or has failed, or only near tiers have it so far (--near DIR "
@@ -173,8 +181,8 @@ def _look_at_ours(look: Look) -> None:
         raise _FoundError(DAMAGED, f"missing or of another size: {some_of(wrong, _MOST_NAMED)}")
     metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
     is_megatrons = bool(manifest.parallel) or is_checkpoint_name(look.path.name)
-    notes = [_DROPPED] if manifest.is_without_optimizer else []
-    is_dcps = any(map(is_dcp_file_name, others))  # Megatron-FSDP's, with which it writes none
+    is_dcps = any(map(is_dcp_file_name, others))  # as Megatron-FSDP's, with which it writes none
+    notes = [_DROPPED_OF_DCP if is_dcps else _DROPPED] if manifest.is_without_optimizer else []
     if is_megatrons and not is_dcps and not (look.path / METADATA_NAME).exists():
         notes.append(f"only {METADATA_NAME} is missing: it loads all the same")
     look.note = "; ".join(notes) or None
@@ -220,6 +228,7 @@ def _look_at_torch_dist(
         common = next(iter(records.get(COMMON_STATE_KEY, {}).values()), None)
         if common is None:
             _require_common_file(look.path)
+            common = next(iter(records.get(ARGUMENTS_KEY, {}).values()), None)
         _describe(look, common)
         keys = records.keys()
     if is_marked:
@@ -230,13 +239,13 @@ def _look_at_torch_dist(
             f"only {METADATA_NAME} is missing, without which Megatron does not load it: "
             f'{{"sharded_backend": "{TORCH_DIST}", "sharded_backend_version": 1}}',
         )
-    look.note = "; ".join(filter(None, (look.note, _PLAIN)))
+    look.note = "; ".join(filter(None, (look.note, _OF_DCP if ARGUMENTS_KEY in keys else _PLAIN)))
 
 
 def _is_megatrons(path: Path, keys: Set[str]) -> bool:
     """Returns whether Megatron's torch_dist has written a checkpoint, of which no file says so."""
     # Megatron's torch_dcp and fsdp_dtensor write what PyTorch does, with the training arguments in it.
-    is_named = is_checkpoint_name(path.name) and _ARGUMENTS_KEY not in keys
+    is_named = is_checkpoint_name(path.name) and ARGUMENTS_KEY not in keys
     return is_named or COMMON_STATE_KEY in keys or (path / COMMON_FILE).is_file()
 
 
@@ -295,7 +304,7 @@ def _describe(look: Look, record: Record | None) -> None:
     """Fills in ranks and parallelism. That they cannot be read is no damage that names and sizes show.
 
     Args:
-        record: of the common state; None where it is in a file of its own.
+        record: of the common state, or of the arguments alone; None where it is in a file of its own.
     """
     with contextlib.suppress(DataStatesError, OSError):
         if record is None:

@@ -12,7 +12,7 @@ from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.files import is_object, names_in, path_of, require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs.run_folders import what_is_below
-from megatron_datastates.pipeline.runs.runs import format_of, require_readable
+from megatron_datastates.pipeline.runs.runs import format_of, format_seen, require_readable
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source
@@ -47,10 +47,15 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
 
         return LegacyZarrSource(path)
     require_readable(path)
-    if format == TORCH_DIST:
+    seen = format_seen(path)  # what DCP or a program of its own has begun to save says so by names alone
+    if seen == BACKEND:
+        from megatron_datastates.convert.sources.datastates import DataStatesSource
+
+        return DataStatesSource(path)  # raises an error that says what is missing
+    if seen == TORCH_DIST:
         raise NotACheckpointError(
-            f"{path} holds a torch_dist checkpoint whose {TORCH_DIST_INDEX} is missing: nothing else says "
-            "where its tensors are. Restore that file, or choose another checkpoint"
+            f"{path} holds a checkpoint of {TORCH_DIST} or DCP whose {TORCH_DIST_INDEX} is missing: nothing "
+            "else says where its tensors are. Restore that file, or choose another checkpoint"
         )
     known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
     known = known or ("" if names_in(path) else " (it is empty)")

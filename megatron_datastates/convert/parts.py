@@ -2,6 +2,9 @@
 
 Megatron stores layers of the same kind under one key (`decoder.layers.mlp.linear_fc1.weight`), stacked along
 the first axis; other layers have their number in the key (`decoder.layers.3.mlp...`), as its modules do.
+
+Optimizer state by parameter has the name of the state before that of the parameter; in checkpoints of
+PyTorch's DCP, as of Megatron-FSDP, after it.
 """
 
 from __future__ import annotations
@@ -14,9 +17,25 @@ from collections.abc import Callable, Collection, Sequence
 from megatron_datastates.errors import MissingKeyError
 
 _LAYERS = re.compile(r"(?P<stack>(?:^|\.)layers)\.(?:(?P<number>\d+)\.)?")
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
+_STATE = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?\.(?:\d+\.)?state\.")
+# States of torch's optimizers and of Transformer Engine's, where their names come last.
+_LAST = frozenset(
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "step",
+        "master_param",
+    )
+)
+_WRAPPED = "module"  # begins a parameter's name in Megatron-FSDP, and is no state's name
 _MOST_LAYERS = 1 << 16  # an index that is damaged or hostile may say anything
-_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.")
+_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.|^optim\.")
+_GENERATORS = re.compile(r"rng_state[./]")  # tensors only where DCP saves
+GENERATORS = "random generators"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,26 +57,65 @@ class Choice:
     whole: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _State:
+    """What the key of a state by parameter says: its name, and where the parameter's name is in the key."""
+
+    name: str
+    parameter: slice
+
+
+def _state_of(key: str) -> _State | None:
+    match = _STATE.match(key)
+    if match is None:
+        return None
+    begin = match.end()
+    first, dot, _ = key[begin:].partition(".")
+    last = key[begin:].rpartition(".")[2]
+    if not dot:
+        return None
+    if first == _WRAPPED or last in _LAST:
+        return _State(last, slice(begin, len(key) - len(last) - 1))
+    return _State(first, slice(begin + len(first) + 1, len(key)))
+
+
+def is_state(key: str) -> bool:
+    """Returns whether a tensor is optimizer state that is stored by parameter, not in buckets."""
+    return _state_of(key) is not None
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Returns whether a tensor or an object belongs to the optimizer."""
+    return _OPTIMIZER.search(key) is not None
+
+
+def is_of_generators(key: str) -> bool:
+    """Returns whether a tensor is the state of a random generator."""
+    return _GENERATORS.match(key) is not None
+
+
 def is_weight(key: str) -> bool:
-    """Returns whether a tensor belongs to the model and not to its optimizer."""
-    return _OPTIMIZER.search(key) is None
+    """Returns whether a tensor belongs to the model, not to its optimizer or to a random generator."""
+    return not is_of_optimizer(key) and not is_of_generators(key)
 
 
 def group_of(key: str) -> str:
-    """Returns `model`, or `optimizer` followed by the name of the state, such as `optimizer exp_avg`."""
-    if is_weight(key):
+    """Returns `model`, GENERATORS, or `optimizer` and the name of the state, such as `optimizer exp_avg`."""
+    if is_of_generators(key):
+        return GENERATORS
+    if not is_of_optimizer(key):
         return "model"
-    state = _STATE.match(key)
+    state = _state_of(key)
     # In bucket space the state's name comes last.
-    return f"optimizer {state[1] if state else key.rpartition('.')[2]}"
+    return f"optimizer {state.name if state else key.rpartition('.')[2]}"
 
 
 def place_of(key: str, layer: tuple[str, int] | None) -> str:
     """Returns where in the model elements of a tensor are: `decoder.layers.3`, or a module without layers."""
     if layer is not None:
         return f"{layer[0]}.{layer[1]}"
-    state = _STATE.match(key)
-    name = key[state.end() if state else 0 :]
+    state = _state_of(key)
+    name = key[state.parameter] if state else key
     if "bucket_idx_" in name:  # optimizer state in bucket space, without a map
         return "buckets"
     return name.rpartition(".")[0] or name
@@ -83,8 +141,8 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
     whole = (0,) * len(shape)
     if found is None:
         return [Part(key, None, whole, shape, False)]
-    state = _STATE.match(key)
-    stack = key[state.end() if state else 0 : found.end("stack")]
+    state = _state_of(key)
+    stack = key[state.parameter.start if state else 0 : found.end("stack")]
     if found["number"] is not None:
         return [Part(key, (stack, int(found["number"])), whole, shape, False)]
     if not shape or not 0 < shape[0] <= _MOST_LAYERS:

@@ -1,7 +1,8 @@
 """The training arguments that Megatron stores in every checkpoint, read without torch and without Megatron.
 
-They are in the common state: an object, or before Megatron 0.19 the file `common.pt`. Its pickle is executed
-with inert classes in place of all that it names, so nothing of a checkpoint runs, and no package is needed.
+They are in the common state: an object, or before Megatron 0.19 the file `common.pt`. Where Megatron saves
+through PyTorch's DCP, as with Megatron-FSDP, they are an object of their own. The pickle is executed with
+inert classes in place of all that it names, so nothing of a checkpoint runs, and no package is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.convert.sources.pickles import load_pickle
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import OBJECT_BYTES, read_regular
-from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
+from megatron_datastates.format.directory import ARGUMENTS_KEY, COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.providers.members import PICKLE, find_members
 
 if TYPE_CHECKING:
@@ -68,19 +69,27 @@ def training_arguments(source: Source) -> dict[str, Any]:
     """Returns the arguments by name: numbers, texts, None, and lists of these; all else as text.
 
     Raises:
-        MissingKeyError: the checkpoint has no common state, or it has no arguments.
-        DataStatesError: the common state cannot be read.
+        MissingKeyError: the checkpoint has no arguments.
+        DataStatesError: what holds them cannot be read.
     """
     if COMMON_STATE_KEY in source.objects:
         data = source.read_object(COMMON_STATE_KEY)
+    elif ARGUMENTS_KEY in source.objects and COMMON_FILE not in source.other_files:
+        return arguments_in(
+            source.read_object(ARGUMENTS_KEY), f"the object {ARGUMENTS_KEY!r} of {source.directory}"
+        )
     else:
         data = _common_file(source)
     return arguments_in(data, f"the common state of {source.directory}")
 
 
 def arguments_in(data: bytes, where: str) -> dict[str, Any]:
-    """Returns the same from the bytes of a common state, as torch.save wrote them. Raises the same."""
-    found = _common_state(data, where).get("args")
+    """Returns the same from the bytes of a common state, or of the arguments alone, as torch.save wrote them.
+
+    Raises the same.
+    """
+    found = _stored(data, where)
+    found = found.get("args") if isinstance(found, dict) else found
     values = found.state if isinstance(found, _Inert) else None
     if not isinstance(values, dict):
         raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
@@ -94,7 +103,7 @@ def parallel_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
     return {name: size for name, size in found.items() if isinstance(size, int)}
 
 
-def _common_state(data: bytes, where: str) -> Mapping[Any, Any]:
+def _stored(data: bytes, where: str) -> Any:
     try:
         member = find_members(io.BytesIO(data))[PICKLE]
         content = data[member.offset : member.offset + member.size]
@@ -102,11 +111,7 @@ def _common_state(data: bytes, where: str) -> Mapping[Any, Any]:
     except FormatError as error:
         raise FormatError(f"{where} is damaged: {error}") from error
     found = load_pickle(_InertUnpickler, content, io.BytesIO(content), where)
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]  # Megatron's objects are lists of one
-    if not isinstance(found, dict):
-        raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
-    return found
+    return found[0] if isinstance(found, list) and len(found) == 1 else found  # as Megatron's objects are
 
 
 def _common_file(source: Source) -> bytes:
@@ -122,7 +127,10 @@ def _common_file(source: Source) -> bytes:
             raise StorageError(
                 f"{source.directory / COMMON_FILE} cannot be read: {error.strerror}"
             ) from error
-    raise MissingKeyError(f"{source.directory} has no common state, and so no training arguments")
+    raise MissingKeyError(
+        f"{source.directory} has no training arguments, as Megatron stores in a common state or in an object "
+        f"{ARGUMENTS_KEY!r}: another program wrote it, or its arguments were not saved"
+    )
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

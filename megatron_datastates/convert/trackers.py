@@ -15,6 +15,7 @@ from megatron_datastates.engine.atomic_files import opened, sync_directory
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object, lock
 from megatron_datastates.format.directory import (
+    METADATA_NAME,
     RELEASE_NAME,
     TRACKER_NAME,
     iteration_in_name,
@@ -99,7 +100,14 @@ def _name_it(run: Path, name: str, shown: Path) -> str:
         return f"{shown / TRACKER_NAME} {stays}: {otherwise}"
     if existing != name:
         write_tracker(tracker, (RELEASE_NAME if step is None else str(step)).encode())
-    return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"
+    return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}{_format_to_name(run / name)}"
+
+
+def _format_to_name(checkpoint: Path) -> str:
+    """Returns what else to pass for a checkpoint of DCP: no metadata.json says what its format is."""
+    if is_object(checkpoint) or (checkpoint / METADATA_NAME).exists():
+        return ""
+    return " --ckpt-format fsdp_dtensor, as with Megatron-FSDP: it is a checkpoint of PyTorch's DCP"
 
 
 def write_tracker(tracker: Path, text: bytes) -> None:

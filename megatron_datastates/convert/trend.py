@@ -19,7 +19,7 @@ from megatron_datastates.convert.diff import THREADS
 from megatron_datastates.convert.drift import Drift, compare_all
 from megatron_datastates.convert.look import COMPLETE, look_at
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.parts import Part, choose_parts, group_of, place_of
+from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_of_generators, place_of
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.views import Tensors, same_keys, view
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
@@ -146,8 +146,17 @@ def _open(path: Path) -> tuple[Step, Source | None]:
 
 
 def select(steps: list[Step], patterns: Sequence[str], where: str) -> Selection:
-    """Chooses the tensors to follow. Raises MissingKeyError: a pattern matches nothing in any checkpoint."""
-    newest = {key: step.tensors for step in steps if step.tensors is not None for key in step.tensors.tensors}
+    """Chooses the tensors to follow. Raises MissingKeyError: a pattern matches nothing in any checkpoint.
+
+    Without patterns, states of random generators are left out: their bytes are no numbers.
+    """
+    newest = {
+        key: step.tensors
+        for step in steps
+        if step.tensors is not None
+        for key in step.tensors.tensors
+        if patterns or not is_of_generators(key)
+    }
     choices = choose_parts(newest, lambda key: newest[key].tensors[key].global_shape, patterns, where)
     parts = {key: choice.parts for key, choice in choices.items()}
     selection = Selection(steps, newest, parts, 0)

@@ -41,7 +41,7 @@ from megatron_datastates.convert.integrity_file import (
 )
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.parts import is_weight
+from megatron_datastates.convert.parts import is_of_optimizer
 from megatron_datastates.convert.rewriting import Rewriting, names_in_index, rewriting_of
 from megatron_datastates.convert.sinks.sink import Progress, write_synced
 from megatron_datastates.convert.sinks.target import require_scratch
@@ -132,14 +132,14 @@ def _coupled(source: Source, kept: list[RankContents], changed: set[int]) -> set
 
 def _weights_of(contents: RankContents) -> RankContents:
     return RankContents(
-        [one for one in contents.fragments if is_weight(one[0])],
-        [key for key in contents.objects if is_weight(key) and not is_optimizer_map(key)],
-        [key for key in contents.streams if is_weight(key)],
+        [one for one in contents.fragments if not is_of_optimizer(one[0])],
+        [key for key in contents.objects if not is_of_optimizer(key) and not is_optimizer_map(key)],
+        [key for key in contents.streams if not is_of_optimizer(key)],
     )
 
 
 def _dropped(source: Source, contents: list[RankContents]) -> int:
-    fragments = [one for each in contents for one in each.fragments if not is_weight(one[0])]
+    fragments = [one for each in contents for one in each.fragments if is_of_optimizer(one[0])]
     objects = {key for each in contents for key in each.objects} - {
         key for each in contents for key in _weights_of(each).objects
     }

@@ -7,6 +7,7 @@ names of files that a save of ours makes (values.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
@@ -21,6 +22,9 @@ REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest, or the index,
 JOURNAL_NAME = ".datastates-weights.tmp"  # what prune --drop-optimizer makes and replaces in a directory
 COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
 COMMON_STATE_KEY = "common_state/shard_0_1"  # the same as an object
+ARGUMENTS_KEY = "args"  # an object where Megatron saves through DCP, as with Megatron-FSDP
+ITERATION_KEY = "iteration"  # likewise
+_VERSION_KEY = "checkpoint_version"  # likewise
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", TORCH_DIST_INDEX, COMMON_FILE)
 RELEASE_NAME = "release"  # a checkpoint of a run that has no iteration, as the tracker says, too
@@ -36,6 +40,14 @@ def iteration_in_name(name: str) -> int | None:
     """Returns the iteration that a directory is named after; None if its name is no iteration's."""
     match = _ITERATION.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def is_through_dcp(keys: Collection[str]) -> bool:
+    """Returns whether Megatron saved a checkpoint with objects of these keys through DCP.
+
+    Such a checkpoint has no common state and no metadata.json, and DCP's own facts are needed to resume.
+    """
+    return {ARGUMENTS_KEY, _VERSION_KEY} <= set(keys) and COMMON_STATE_KEY not in keys
 
 
 def is_of_a_format(name: str) -> bool:

@@ -248,6 +248,33 @@ def test_conversions_of_megatrons_fsdp_resume(run: Run, whole: Ending, tmp_path:
 
 
 @needs_einops
+def test_the_command_line_tools_know_what_megatrons_fsdp_saves(run: Run, tmp_path: Path) -> None:
+    """Both directories have the same state; see tests/unit/test_through_dcp.py."""
+    summaries = []
+    for name, kind in (("ours", OURS), ("stock", MEGATRON_FSDP)):
+        checkpoint = tmp_path / name / "iter_0000002"
+        run(*kind, "--save", checkpoint.parent, "--exit-interval", "2", writer="stock")
+        assert len(output_of("verify", checkpoint).splitlines()) == 1, "no note"
+        assert output_of("args", checkpoint, "--keys", "use_megatron_fsdp") == "use_megatron_fsdp: true\n"
+        rows = output_of("show", checkpoint).splitlines()[1:7]
+        summaries.append({row.split()[0]: row for row in rows} | {"saved": rows[0].partition("by")[2]})
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["saved"] == " 2 ranks (DP2)"
+    assert summaries[0]["weights"] == "weights     429,568 parameters in float32, 1.72 MB in 28 tensors"
+    assert summaries[0]["optimizer"] == "optimizer   exp_avg, exp_avg_sq, 3.44 MB in 56 tensors"
+    (tmp_path / "ours" / "iter_0000002" / MANIFEST).unlink()
+    assert "common state" not in output_of("repair", tmp_path / "ours" / "iter_0000002")
+    resumed = run(*OURS, "--load", tmp_path / "ours", writer="stock")
+    assert [rank.begun_at for rank in resumed.ranks] == [2, 2]
+
+
+def output_of(*arguments: str | Path) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@needs_einops
 def test_a_users_provider_is_saved_with_megatrons_fsdp_and_restored(
     run: Run, failing: Callable[..., Outcome], tmp_path: Path
 ) -> None:

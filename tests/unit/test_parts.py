@@ -2,7 +2,15 @@
 
 import pytest
 
-from megatron_datastates.convert.parts import choose_parts, group_of, is_weight, parts_of, stacked_key
+from megatron_datastates.convert.parts import (
+    choose_parts,
+    group_of,
+    is_of_optimizer,
+    is_weight,
+    parts_of,
+    place_of,
+    stacked_key,
+)
 from megatron_datastates.errors import MissingKeyError
 
 
@@ -34,6 +42,26 @@ def test_an_optimizers_state_belongs_to_the_layer_of_its_parameter(prefix: str):
     key = f"{prefix}decoder.layers.mlp.weight"
     assert parts_of(key, (1, 4))[0].layer == parts_of("decoder.layers.mlp.weight", (1, 4))[0].layer
     assert group_of(key) == "optimizer exp_avg" and not is_weight(key)
+
+
+@pytest.mark.parametrize("prefix", ["optimizer.state.", "optimizer.1.state.", "optim.state."])
+@pytest.mark.parametrize("state", ["exp_avg", "step"])
+def test_a_state_may_be_named_after_its_parameter_as_dcp_does(prefix: str, state: str):
+    (part,) = parts_of(f"{prefix}decoder.layers.3.mlp.weight.{state}", (4,))
+    assert part.layer == ("decoder.layers", 3) and place_of(part.name, None) == "decoder.layers.3.mlp"
+    assert group_of(part.name) == f"optimizer {state}" and not is_weight(part.name)
+
+
+def test_megatron_fsdp_may_have_states_of_any_name():
+    key = "optimizer.state.module.module.module.output_layer.weight.row_norms"
+    assert group_of(key) == "optimizer row_norms"
+    assert place_of(key, None) == "module.module.module.output_layer"
+
+
+def test_a_tensor_of_a_random_generator_is_neither_a_weight_nor_of_the_optimizer():
+    key = "rng_state.(0, 0).0.torch_rng_state"
+    assert group_of(key) == "random generators" and not is_weight(key) and not is_of_optimizer(key)
+    assert is_weight("model.rng_state.weight")
 
 
 def test_a_bucket_is_of_the_state_that_its_key_ends_with():

@@ -19,7 +19,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.convert import look, rewriting, weights_only
 from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.parts import is_weight
+from megatron_datastates.convert.parts import is_of_optimizer
 from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop, plan_drop
 from megatron_datastates.errors import CorruptDataError, OptionError, StorageError
 from megatron_datastates.format.codecs import NONE
@@ -95,7 +95,7 @@ def root(request: pytest.FixtureRequest, both: Path, tmp_path: Path) -> Path:
 
 def weights(path: Path) -> dict[str, Any]:
     found = contents(open_source(path))
-    return {key: value for key, value in found.items() if is_weight(key.removeprefix("object "))}
+    return {key: value for key, value in found.items() if not is_of_optimizer(key.removeprefix("object "))}
 
 
 def require_good(path: Path) -> None:

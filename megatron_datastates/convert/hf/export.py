@@ -27,8 +27,15 @@ from megatron_datastates.convert.sinks.safetensors import Exported, ReadBox
 from megatron_datastates.convert.sinks.safetensors import export as write_files
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.stored_arguments import training_arguments
-from megatron_datastates.errors import FormatError, MismatchError, OptionError, StorageError
+from megatron_datastates.errors import (
+    FormatError,
+    MismatchError,
+    OptionError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from megatron_datastates.files import open_regular
+from megatron_datastates.format.directory import is_through_dcp
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import cut_box
@@ -118,7 +125,7 @@ def read_model(source: Source, *, dtype: str = "", vocab_size: int = 0) -> Model
         vocab_size: without padding; by default, what the stored arguments say, or else with padding.
 
     Raises:
-        UnsupportedFormatError: the architecture is not known.
+        UnsupportedFormatError: the architecture is not known, or Megatron saved through DCP.
         FormatError: the tensors are not those of the architecture.
         MissingKeyError: there are no stored arguments.
         OptionError: `dtype` is none of FLOATS, or `vocab_size` exceeds the vocabulary.
@@ -126,6 +133,11 @@ def read_model(source: Source, *, dtype: str = "", vocab_size: int = 0) -> Model
     if dtype not in ("", *FLOATS):
         raise OptionError(f"--dtype {dtype}: expected one of {', '.join(FLOATS)}")
     stored = training_arguments(source)
+    if is_through_dcp(source.objects):
+        raise UnsupportedFormatError(
+            f"{source.directory} was saved through PyTorch's DCP, as with Megatron-FSDP, and its tensors "
+            "have other names: --hf does not export it. Without --hf, weights are exported under these names"
+        )
     arguments = settle(stored, vocab_size)
     family = family_of(arguments, stored)
     arguments, notes = _with_vocabulary(source, arguments, vocab_size)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.convert.foreign_classes import changed_object
+from megatron_datastates.convert.parts import is_state
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.errors import FormatError, OptionError
@@ -44,6 +45,11 @@ class ByParameterSource(Source):
                 f"{stored.directory} is a checkpoint of {stored.format}, and --optimizer fully-reshardable "
                 f"reads those of {BACKEND}: convert it to {BACKEND}, which keeps its optimizer map, and then "
                 "that with --optimizer fully-reshardable"
+            )
+        if not states and any(map(is_state, stored.tensors)):
+            raise OptionError(
+                f"{stored.directory} stores optimizer state by parameter already: convert it without "
+                "--optimizer fully-reshardable"
             )
         if not isinstance(stored, DataStatesSource) or not states:
             raise OptionError(

@@ -37,6 +37,7 @@ from megatron_datastates.convert.sources.source import (
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError, some_of
 from megatron_datastates.files import names_in, open_regular, size_of
 from megatron_datastates.format.directory import (
+    ARGUMENTS_KEY,
     COMMON_FILE,
     METADATA_NAME,
     OPTIMIZER_MAPS_NAME,
@@ -287,7 +288,8 @@ class TorchDistSource(Source):
         return index_faults(self.directory, list(self.records()))
 
     def structure_notes(self) -> Iterator[str]:
-        is_of_run = iteration_in_name(self.directory.name) is not None  # torch itself writes no such file
+        # DCP writes no such file, and with ARGUMENTS_KEY Megatron has left the writing to DCP.
+        is_of_run = iteration_in_name(self.directory.name) is not None and ARGUMENTS_KEY not in self._objects
         if is_of_run and METADATA_NAME not in names_in(self.directory):
             yield f"{METADATA_NAME} is missing: Megatron does not load the checkpoint without it"
         self.note_files()

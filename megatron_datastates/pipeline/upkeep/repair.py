@@ -50,9 +50,11 @@ from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
     COMMON_STATE_KEY,
+    ITERATION_KEY,
     METADATA_NAME,
     REMOVAL_NAME,
     TORCH_DIST_INDEX,
+    is_through_dcp,
     iteration_in_name,
 )
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
@@ -64,6 +66,7 @@ from megatron_datastates.format.values import (
     SaveId,
     digest_in_index_name,
     is_data_file_name,
+    is_dcp_file_name,
     save_id_in_name,
 )
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -73,6 +76,9 @@ from megatron_datastates.pipeline.upkeep.verify import Progress, extra_names, ve
 from megatron_datastates.providers.members import check_archive
 
 _MAX_LISTED = 3
+_WITHOUT_FACTS = (
+    "Without it, Megatron-FSDP cannot resume: restore it from a copy, or load another checkpoint of the run"
+)
 _ANY_FILES = 1 << 32  # the number of files is checked after decoding
 
 
@@ -114,7 +120,7 @@ def repair(
         created=_last_change(path, footers, notes),
         index=entry,
         files=[_file_entry(path / name, footer) for name, footer in footers.items()],
-        others=[*_others(path, index, notes), *_dcp_facts(path, first.save_id, notes)],
+        others=[*_others(path, index, notes), *_dcp_facts(path, index, first.save_id, notes)],
         writer={
             "megatron-datastates": releases().get("megatron-datastates", "unknown"),
             "manifest": REPAIRED,
@@ -339,19 +345,28 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
         return [OtherFile.of(common.name, data)]
     if METADATA_NAME in names and "common_backend" in _metadata(path):  # Megatron wrote one
         _refuse(path, f"{common} is missing: without it, Megatron cannot load the checkpoint")
-    notes.append(f"it has no common state: neither {COMMON_FILE} nor an object {COMMON_STATE_KEY!r}")
+    if not is_through_dcp(index.objects) and not any(map(is_dcp_file_name, names)):  # DCP's have none
+        notes.append(f"it has no common state: neither {COMMON_FILE} nor an object {COMMON_STATE_KEY!r}")
     return []
 
 
-def _dcp_facts(path: Path, save_id: SaveId, notes: list[str]) -> list[OtherFile]:
-    """Returns the file that PyTorch's distributed checkpoint wrote for this save, if it is complete."""
+def _dcp_facts(path: Path, index: Index, save_id: SaveId, notes: list[str]) -> list[OtherFile]:
+    """Returns the file that PyTorch's distributed checkpoint wrote for this save, if it is complete.
+
+    Without it, Megatron cannot resume where it has saved through DCP: there is no common state, either.
+    """
     facts = path / save_id.dcp_file_name()
+    is_required = is_through_dcp(index.objects) and COMMON_FILE not in names_in(path)
     if facts.name not in names_in(path):
+        if is_required:
+            _refuse(path, f"{facts} is missing. {_WITHOUT_FACTS}")
         return []
     data = read_small(facts, OBJECT_BYTES)
     try:
         check_archive(data)
     except FormatError as error:
+        if is_required:
+            _refuse(path, f"{facts} is damaged: {error}. {_WITHOUT_FACTS}")
         notes.append(f"{facts} is left out, as it is damaged ({error}): for DCP, keys have no nesting")
         return []
     return [OtherFile.of(facts.name, data)]
@@ -387,7 +402,7 @@ def _with_replaced(path: Path, manifest: Manifest, notes: list[str]) -> Manifest
 
 
 def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
-    """Takes the iteration from the common state, or else from the directory's name."""
+    """Takes the iteration from the state, or else from the directory's name."""
     iteration = _iteration_of_state(checkpoint)
     if iteration is None:
         iteration = iteration_in_name(checkpoint.directory.absolute().name)
@@ -404,6 +419,8 @@ def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
             state = checkpoint.read_object(COMMON_STATE_KEY)[0]
         elif COMMON_FILE in checkpoint.manifest.names:
             state = checkpoint.read_other_object(COMMON_FILE)
+        elif is_through_dcp(checkpoint.index.objects) and ITERATION_KEY in checkpoint.index.objects:
+            return int(checkpoint.read_object(ITERATION_KEY))
         else:
             return None
         return int(state["iteration"])

@@ -273,7 +273,7 @@ def _reason(
         return "the tracker names it"
     if not one.complete:
         if one.format in others and (one.path / others[one.format].index_name).exists():
-            return f"only metadata.json is missing, beside {others[one.format].index_name}"
+            return _without_metadata(one, others[one.format])
         is_left_over = undamaged and tracked is not None and one.number < min(undamaged[-1], tracked)
         if not is_left_over:
             return (
@@ -289,6 +289,16 @@ def _reason(
     if rules.keep_every is not None and one.number % rules.keep_every == 0:
         return f"a multiple of {rules.keep_every}"
     return None
+
+
+def _without_metadata(one: Iteration, format: OtherFormat) -> str:
+    """Returns why a directory with an index, and without metadata.json, is kept."""
+    with contextlib.suppress(DataStatesError, OSError):
+        if format.find_fault(one.path) is None:
+            return (
+                "PyTorch's DCP saved it, without metadata.json: prune leaves these alone, delete it by hand"
+            )
+    return f"only metadata.json is missing, beside {format.index_name}"
 
 
 def _may_be_whole(path: Path) -> bool:
