@@ -41,8 +41,9 @@ def summary(path: Path, source: Source) -> list[tuple[str, str]]:
     """Returns rows of a name and a text: when, by how many ranks, which model, how much of what."""
     look, arguments = look_at(path, records=source.dcp_records), _arguments(source)
     whole = "" if look.state == "complete" else f", {look.state}: {look.problem}"
-    weights = [key for key in source.tensors if is_weight(key)]
+    weights = [key for key in source.tensors if group_of(key) == "model"]
     states = [key for key in source.tensors if not is_weight(key)]
+    others = len(source.tensors) - len(weights) - len(states)
     number = "" if look.iteration is None else f", iteration {look.iteration}"
     rows = [
         ("checkpoint", f"{path}, {source.format}{number}{whole}"),
@@ -52,7 +53,7 @@ def summary(path: Path, source: Source) -> list[tuple[str, str]]:
         ("training", _described(_TRAINING, arguments)),
         ("weights", _weights(source, weights)),
         ("optimizer", _states(source, states) or (_NO_STATES if arguments and weights else "")),
-        ("others", _others(source)),
+        ("others", _others(source, others)),
         ("on disk", size_text(look.bytes)),
     ]
     return [(name, text) for name, text in rows if text]
@@ -110,6 +111,6 @@ def _sized(source: Source, keys: Collection[str]) -> str:
     return f"{size_text(total)} in {counted(len(keys), 'tensor')}"
 
 
-def _others(source: Source) -> str:
-    found = [counted(len(source.objects), "object")] if source.objects else []
-    return ", ".join(found + ([counted(len(source.streams), "stream")] if source.streams else []))
+def _others(source: Source, tensors: int) -> str:
+    found = [(tensors, "tensor"), (len(source.objects), "object"), (len(source.streams), "stream")]
+    return ", ".join(counted(number, what) for number, what in found if number)

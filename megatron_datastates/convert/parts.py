@@ -17,6 +17,8 @@ _LAYERS = re.compile(r"(?P<stack>(?:^|\.)layers)\.(?:(?P<number>\d+)\.)?")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
 _MOST_LAYERS = 1 << 16  # an index that is damaged or hostile may say anything
 _OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.")
+_BY_MODULE = "module"  # Megatron-FSDP: optimizer.state.module.….weight.exp_avg, with the state's name last
+_GENERATORS = "rng_state"  # Megatron-FSDP stores states of random generators as tensors, below this name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ def is_weight(key: str) -> bool:
 
 
 def group_of(key: str) -> str:
-    """Returns `model`, or `optimizer` followed by the name of the state, such as `optimizer exp_avg`."""
+    """Returns `model`, `optimizer` and the name of the state, such as `optimizer exp_avg`, or `rng_state`."""
+    if key.startswith(f"{_GENERATORS}."):
+        return _GENERATORS
     if is_weight(key):
         return "model"
     state = _STATE.match(key)
-    # In bucket space the state's name comes last.
-    return f"optimizer {state[1] if state else key.rpartition('.')[2]}"
+    # In bucket space the state's name comes last, too.
+    return f"optimizer {state[1] if state and state[1] != _BY_MODULE else key.rpartition('.')[2]}"
 
 
 def place_of(key: str, layer: tuple[str, int] | None) -> str:

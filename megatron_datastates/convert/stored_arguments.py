@@ -1,7 +1,8 @@
 """The training arguments that Megatron stores in every checkpoint, read without torch and without Megatron.
 
-They are in the common state: an object, or before Megatron 0.19 the file `common.pt`. Its pickle is executed
-with inert classes in place of all that it names, so nothing of a checkpoint runs, and no package is needed.
+They are in the common state: an object, or before Megatron 0.19 the file `common.pt`. With Megatron-FSDP,
+they are an object of their own. Its pickle is executed with inert classes in place of all that it names, so
+nothing of a checkpoint runs, and no package is needed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PLAIN = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "complex"): complex,
 }
+_ARGUMENTS = "args"  # the key in the common state, and of the object where there is none
 _MOST_DEEP = 8  # of lists in lists; Megatron's arguments are flat
 # Sizes of parallel groups, by the names that our manifest has for them.
 _SIZES = {
@@ -73,6 +75,9 @@ def training_arguments(source: Source) -> dict[str, Any]:
     """
     if COMMON_STATE_KEY in source.objects:
         data = source.read_object(COMMON_STATE_KEY)
+    elif _ARGUMENTS in source.objects:
+        where = f"the object {_ARGUMENTS!r} of {source.directory}"
+        return _by_name(_unpickled(source.read_object(_ARGUMENTS), where), where)
     else:
         data = _common_file(source)
     return arguments_in(data, f"the common state of {source.directory}")
@@ -80,12 +85,8 @@ def training_arguments(source: Source) -> dict[str, Any]:
 
 def arguments_in(data: bytes, where: str) -> dict[str, Any]:
     """Returns the same from the bytes of a common state, as torch.save wrote them. Raises the same."""
-    found = _common_state(data, where).get("args")
-    values = found.state if isinstance(found, _Inert) else None
-    if not isinstance(values, dict):
-        raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
-    names = sorted(name for name in values if isinstance(name, str))
-    return {name: _plain(values[name]) for name in names}
+    found = _unpickled(data, where)
+    return _by_name(found.get(_ARGUMENTS) if isinstance(found, dict) else None, where)
 
 
 def parallel_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -94,7 +95,15 @@ def parallel_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
     return {name: size for name, size in found.items() if isinstance(size, int)}
 
 
-def _common_state(data: bytes, where: str) -> Mapping[Any, Any]:
+def _by_name(found: Any, where: str) -> dict[str, Any]:
+    values = found.state if isinstance(found, _Inert) else None
+    if not isinstance(values, dict):
+        raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
+    names = sorted(name for name in values if isinstance(name, str))
+    return {name: _plain(values[name]) for name in names}
+
+
+def _unpickled(data: bytes, where: str) -> Any:
     try:
         member = find_members(io.BytesIO(data))[PICKLE]
         content = data[member.offset : member.offset + member.size]
@@ -103,9 +112,7 @@ def _common_state(data: bytes, where: str) -> Mapping[Any, Any]:
         raise FormatError(f"{where} is damaged: {error}") from error
     found = load_pickle(_InertUnpickler, content, io.BytesIO(content), where)
     if isinstance(found, list) and len(found) == 1:
-        found = found[0]  # Megatron's objects are lists of one
-    if not isinstance(found, dict):
-        raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
+        return found[0]  # Megatron's objects are lists of one
     return found
 
 
