@@ -168,7 +168,9 @@ def test_a_run_stands_for_what_its_tracker_names(a_run: Path, tmp_path: Path):
 
 def test_a_run_without_a_choice_is_refused(a_run: Path):
     assert "has no iteration 7: it has 5, 10" in refused("show", a_run, "--iteration", 7)
-    assert "is a checkpoint, not the" in refused("show", a_run / "iter_0000005", "--iteration", 5)
+    assert f"give {a_run} if that is one, or leave --iteration out" in refused(
+        "show", a_run / "iter_0000005", "--iteration", 5
+    )
     (a_run / TRACKER).write_text("7")
     assert "names iter_0000007, which is missing: choose another by --iteration" in refused("show", a_run)
     (a_run / TRACKER).unlink()
@@ -180,7 +182,9 @@ def test_a_run_without_a_choice_is_refused(a_run: Path):
 def test_where_a_run_is_needed_a_checkpoint_is_called_one(command: str, format: str, both: Path) -> None:
     name, *more = command.split()
     given = both / format / "iter_0000005"
-    assert f"{given} is a checkpoint, not the directory of a run" in refused(name, given, *more)
+    message = refused(name, given, *more)
+    assert f"{given} is a checkpoint, not the directory of a run" in message
+    assert ("leave --all out" in message) == ("--all" in more)
 
 
 @pytest.mark.parametrize("command", [*OF_A_RUN, "show", "verify", "show --iteration 5"])

@@ -152,7 +152,8 @@ def _with_vocabulary(source: Source, a: Arguments, asked: int) -> tuple[Argument
     """Returns the arguments with the number of words to export."""
     if EMBEDDING not in source.tensors:
         raise FormatError(
-            f"{source.directory} has no tensor {EMBEDDING!r}: choose a checkpoint of a GPT model"
+            f"{source.directory} has no tensor {EMBEDDING!r}: choose a checkpoint of a GPT model that was "
+            "trained without Megatron-FSDP, which has other names"
         )
     rows = source.tensors[EMBEDDING].global_shape[0]
     if asked > rows:
@@ -328,6 +329,8 @@ class _Layers:
 
 def _tokenizer_files(directory: Path) -> list[Path]:
     found = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    if not directory.is_dir():
+        raise StorageError(f"--tokenizer {directory}: there is no such directory")
     if not found:
         raise StorageError(f"--tokenizer {directory}: it has no file of a tokenizer, such as tokenizer.json")
     return sorted(found)
