@@ -36,7 +36,7 @@ def choose(only: Sequence[str], known: Collection[str], default: Sequence[str], 
     """
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise click.BadParameter(f"unknown {kind} {', '.join(unknown)}; expected one of {', '.join(known)}")
+        raise click.BadParameter(f"unknown {kind} {'; '.join(unknown)}: expected one of: {'; '.join(known)}")
     return list(only or default)
 
 

@@ -34,6 +34,14 @@ def draw_rates(axes: Axes, names: Sequence[str], part: Result, places: Sequence[
     axes.barh(places, [rates[name] for name in names], xerr=errors, error_kw=_ERROR_STYLE, **style)
 
 
+def put_legend_below(axes: Axes) -> None:
+    """Puts the legend where it hides no bar, below the name of the horizontal axis."""
+    count = len(axes.get_legend_handles_labels()[1])
+    axes.legend(
+        frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=count, borderpad=0
+    )
+
+
 def save_figure(figure: Figure, machine: Result, picture: Path) -> None:
     """Writes the figure with the machine as its title."""
     set_svg_style()

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.command import Result
-from benchmarks.picture import LIMIT, OTHERS, OURS, run_picture, save_figure
+from benchmarks.picture import LIMIT, OTHERS, OURS, put_legend_below, run_picture, save_figure
 
 _TITLES = {
     "overlap": "Objects and large tensors",
@@ -39,7 +39,7 @@ def draw_part(axes: Axes, name: str, part: Result) -> None:
     axes.set_xlabel("ms")
     axes.margins(x=0.12)
     axes.set_title(_TITLES[name])
-    axes.legend(frameon=False, fontsize=7)
+    put_legend_below(axes)
 
 
 def draw(results: Result, picture: Path) -> None:

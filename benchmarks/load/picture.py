@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from benchmarks.command import Result
-from benchmarks.picture import LIMIT, OTHERS, OURS, draw_rates, run_picture, save_figure
+from benchmarks.picture import LIMIT, OTHERS, OURS, draw_rates, put_legend_below, run_picture, save_figure
 
 
 def draw(results: Result, picture: Path) -> None:
@@ -27,7 +27,7 @@ def draw(results: Result, picture: Path) -> None:
     axes.set_yticks(np.arange(len(cases)) + 0.2, cases)
     axes.set_xlabel("GB/s, all ranks together")
     axes.set_title(f"Loading {part['bytes'][f'{cases[-1]}, datastates'] / 2**30:.1f} GiB, caches dropped")
-    axes.legend(frameon=False, fontsize=7, loc="lower right")
+    put_legend_below(axes)
     save_figure(figure, results["machine"], picture)
 
 

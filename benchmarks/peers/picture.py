@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.command import Result
 from benchmarks.peers.megatron import OURS
@@ -36,9 +37,12 @@ def _bars(axes: Axes, values: dict[str, float], title: str, limit: float | None)
     axes.barh(range(len(names)), [values[name] for name in names], color=colours)
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_title(title, fontsize=9)
     if limit is not None:
-        axes.axvline(limit, ls="--", color=LIMIT, label="the disk itself")
+        axes.axvline(limit, ls="--", color=LIMIT, label="the disk, or the memory, itself")
         axes.legend(frameon=False, fontsize=7)
 
 

@@ -17,6 +17,7 @@ _STYLES = {
     "datastates": ("#7fb3c4", "o"),
     "datastates async": ("#1f6f8b", "o"),
 }
+_OF_LIMITS = (":", "-.", "--")  # lines of runs whose writing is limited, the fastest first
 
 
 def draw(results: Result, picture: Path) -> None:
@@ -42,12 +43,14 @@ def draw(results: Result, picture: Path) -> None:
 
 def _lines(axes: Axes, part: Result, value: str) -> None:
     cases = [one for one in part["cases"].values() if "saves" in one]
+    limits = sorted({one["write_limit"] for one in cases if one["write_limit"]}, reverse=True)
     for kind, limit in dict.fromkeys((one["format"], one["write_limit"]) for one in cases):
         found = [one for one in cases if (one["format"], one["write_limit"]) == (kind, limit)]
         colour, marker = _STYLES[kind]
         label = f"{kind}, at most {limit / 1e6:.0f} MB/s" if limit else kind
         places = [one["interval"] for one in found]
-        style: Any = {"ls": ":" if limit else "-", "color": colour, "marker": marker}
+        line = _OF_LIMITS[limits.index(limit) % len(_OF_LIMITS)] if limit else "-"
+        style: Any = {"ls": line, "color": colour, "marker": marker}
         axes.plot(places, [one[value] for one in found], label=label, **style)
     axes.set_xlabel("iterations between saves")
 

@@ -70,6 +70,8 @@ def report(
         for option, target in (("--html", page), ("--png", picture)):
             if target is not None and not target.parent.is_dir() and target.parent.absolute() != made:
                 raise OptionError(f"{option} {target}: there is no directory {target.parent}")
+        if picture is not None and picture.suffix.lower() != ".png":
+            raise OptionError(f"--png {picture}: expected a name that ends in .png")
         found = read_reports(files)
         left_out = len(found.saves) - last if last is not None else 0
         if left_out > 0:

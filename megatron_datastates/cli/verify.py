@@ -126,7 +126,7 @@ def _all_of_run(directory: Path) -> list[Path]:
     )
 
     if not is_run(directory):
-        raise NotACheckpointError(f"--all: {why_no_run(directory)}")
+        raise NotACheckpointError(f"--all: {why_no_run(directory, 'leave --all out')}")
     found = checkpoint_directories(directory)
     if not found:
         raise NotACheckpointError(f"--all: {directory} holds no checkpoint: it has no directory iter_*")

@@ -181,7 +181,7 @@ def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str
         raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
     names = [path.name for path in checkpoint_directories(source)]
     if not names:
-        raise StorageError(why_no_run(source))
+        raise StorageError(why_no_run(source, "leave --all out"))
     found = {name: _try_open(source / name) for name in names}
     formats = {one.format for one in found.values() if isinstance(one, Source)}
     wanted = {format or default_format(one, target) for one in formats}

@@ -31,6 +31,7 @@ STAGES = {  # from the milestone before, in the order of a save
 }
 PARTS = {
     "save_checkpoint": ("Megatron's part of save_checkpoint", "#d9a5a0"),
+    "state_dict": ("making the state dict", "#777777"),
     "save": ("ds.save, waiting", "#d9a5a0"),
     "wait": ("waiting for an asynchronous save", "#d9a5a0"),
     "start": ("start", "#c0392b"),
@@ -343,7 +344,7 @@ def _draw_spread(axes: Any, saves: Sequence[Save]) -> None:
 def _draw_slowest(axes: Any, saves: Sequence[Save]) -> None:
     for name, marker, color in (("writing", "o", STAGES["written"]), ("held", "x", HELD)):
         known = [(i, save.spreads[name].slowest_rank) for i, save in enumerate(saves) if name in save.spreads]
-        label = "to write" if name == "writing" else "to go on"
+        label = "to write" if name == "writing" else "held longest"
         axes.plot(
             [i for i, _ in known], [rank for _, rank in known], marker, markersize=4, color=color, label=label
         )

@@ -71,7 +71,7 @@ def test_an_unknown_part_is_refused_before_anything_is_measured(
 ) -> None:
     words = ["--only", "nothing", "--out", tmp_path / "out.json"]
     ran = programs.run(["-m", f"benchmarks.{name}", *words])
-    assert ran.returncode == 2 and "nothing; expected one of" in " ".join(ran.stderr.split())
+    assert ran.returncode == 2 and "nothing: expected one of: " in " ".join(ran.stderr.split())
     assert not any(tmp_path.iterdir())
 
 

@@ -214,6 +214,9 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], tmp_pat
 def test_the_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:
     stored = arguments(LLAMA)
     checkpoint = save(tmp_path / "ck", stored, state(stored))
+    assert "there is no such directory" in refused(
+        checkpoint, tmp_path / "hf", "--tokenizer", str(tmp_path / "tokens")
+    )
     (tmp_path / "tokens").mkdir()
     assert "has no file of a tokenizer" in refused(
         checkpoint, tmp_path / "hf", "--tokenizer", str(tmp_path / "tokens")

@@ -69,6 +69,10 @@ def test_a_bucket_is_of_the_state_that_its_key_ends_with():
     assert group_of(key) == "optimizer exp_avg_sq"
 
 
+def test_state_of_megatron_fsdp_is_of_the_state_that_its_key_ends_with():
+    assert group_of("optimizer.state.module.module.decoder.layers.0.w.exp_avg") == "optimizer exp_avg"
+
+
 SHAPES = {"a.w": (4,), "b.w": (4,), "b.x": (4,), "decoder.layers.mlp.weight": (3, 8)}
 
 

@@ -24,6 +24,7 @@ from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 from tests.unit import command
+from tests.unit.inspecting import refused as refused_by_command
 from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, put, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved
@@ -64,6 +65,12 @@ def test_rules_say_what_stays(root, rules, expected):
 def test_rules_that_say_nothing_are_refused(rules):
     with pytest.raises(OptionError):
         RetentionRules(**rules)
+
+
+def test_an_age_below_0_is_refused_in_the_options_own_unit(root):
+    assert "--min-age -3: expected at least 0" in refused_by_command(
+        "prune", root, "--keep-last", 1, "--min-age", -3
+    )
 
 
 def test_what_the_tracker_names_stays(root):

@@ -395,6 +395,12 @@ def many(count: int, **fields: Any) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_picture_by_another_name_than_png_is_refused(tmp_path: Path) -> None:
+    code, _, err = run("report", RUN, "--png", tmp_path / "x.svg")
+    assert code == 2 and "x.svg: expected a name that ends in .png" in err
+    assert not (tmp_path / "x.svg").exists()
+
+
 @pytest.mark.parametrize("option", ["--png", "--html"])
 def test_a_misspelt_directory_is_not_made(option: str, tmp_path: Path) -> None:
     code, out, err = run("report", RUN, option, tmp_path / "typo" / "x")

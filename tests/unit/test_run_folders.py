@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import io
@@ -9,18 +10,22 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import megatron_datastates as ds
+from megatron_datastates.cli.summary import summary
 from megatron_datastates.convert import look
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.stored_arguments import _InertUnpickler, arguments_in, training_arguments
+from megatron_datastates.dcp import DataStatesWriter
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -163,7 +168,9 @@ def test_a_run_stands_for_what_its_tracker_names(a_run: Path, tmp_path: Path):
 
 def test_a_run_without_a_choice_is_refused(a_run: Path):
     assert "has no iteration 7: it has 5, 10" in refused("show", a_run, "--iteration", 7)
-    assert "is a checkpoint, not the" in refused("show", a_run / "iter_0000005", "--iteration", 5)
+    assert f"give {a_run} if that is one, or leave --iteration out" in refused(
+        "show", a_run / "iter_0000005", "--iteration", 5
+    )
     (a_run / TRACKER).write_text("7")
     assert "names iter_0000007, which is missing: choose another by --iteration" in refused("show", a_run)
     (a_run / TRACKER).unlink()
@@ -175,7 +182,9 @@ def test_a_run_without_a_choice_is_refused(a_run: Path):
 def test_where_a_run_is_needed_a_checkpoint_is_called_one(command: str, format: str, both: Path) -> None:
     name, *more = command.split()
     given = both / format / "iter_0000005"
-    assert f"{given} is a checkpoint, not the directory of a run" in refused(name, given, *more)
+    message = refused(name, given, *more)
+    assert f"{given} is a checkpoint, not the directory of a run" in message
+    assert ("leave --all out" in message) == ("--all" in more)
 
 
 @pytest.mark.parametrize("command", [*OF_A_RUN, "show", "verify", "show --iteration 5"])
@@ -332,6 +341,21 @@ def test_arguments_are_what_torch_reads(both: Path):
     found = training_arguments(source)
     assert found.keys() == vars(stored["args"]).keys()
     assert found["lr"] == stored["args"].lr and found["save"] == stored["args"].save
+
+
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, DataStatesWriter])
+def test_arguments_are_found_where_megatron_fsdp_stores_them(
+    writer: Callable[[Path], dcp.StorageWriter], tmp_path: Path
+):
+    """As an object of their own, beside parameters and states of generators, without a common state."""
+    state: dict[str, Any] = {"args": argparse.Namespace(hidden_size=64), "model": {"w": torch.zeros(3, 2)}}
+    state["rng_state"] = {"(0, 0)": [{"torch_rng_state": torch.zeros(9, dtype=torch.uint8)}]}
+    dcp.save(state, storage_writer=writer(tmp_path / "ck"), no_dist=True)
+    source = open_source(tmp_path / "ck")
+    assert training_arguments(source) == {"hidden_size": 64}
+    rows = dict(summary(tmp_path / "ck", source))
+    assert rows["model"] == "hidden 64" and rows["others"] == "1 tensor of random generators, 1 object"
+    assert rows["weights"] == "6 parameters in float32, 24 B in 1 tensor"
 
 
 # -- prune ------------------------------------------------------------------------------------------------

@@ -340,6 +340,8 @@ class _Layers:
 
 def _tokenizer_files(directory: Path) -> list[Path]:
     found = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    if not directory.is_dir():
+        raise StorageError(f"--tokenizer {directory}: there is no such directory")
     if not found:
         raise StorageError(f"--tokenizer {directory}: it has no file of a tokenizer, such as tokenizer.json")
     return sorted(found)

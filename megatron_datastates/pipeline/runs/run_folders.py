@@ -46,7 +46,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
     """
     if not is_run(directory):
         if iteration is not None and directory.is_dir():
-            raise OptionError(f"--iteration {iteration}: {why_no_run(directory)}")
+            raise OptionError(f"--iteration {iteration}: {why_no_run(directory, 'leave --iteration out')}")
         return Chosen(directory)
     if iteration is not None:
         found = directory / iteration_name(iteration)
@@ -110,12 +110,16 @@ def _not_listed(directory: Path, error: OSError) -> StorageError:
     )
 
 
-def why_no_run(directory: Path) -> str:
-    """Says, for commands that need a run, what a directory without iterations is, or has, instead."""
+def why_no_run(directory: Path, or_else: str = "use `datastates show`") -> str:
+    """Says, for commands that need a run, what a directory without iterations is, or has, instead.
+
+    Args:
+        or_else: what can be done with a checkpoint.
+    """
     with contextlib.suppress(OSError):
         if _is_checkpoint(directory, names_in(directory)):
             above = (directory if is_object(directory) else directory.absolute()).parent
-            advice = f"give {above} if that is one, or use `datastates show`"
+            advice = f"give {above} if that is one, or {or_else}"
             return f"{directory} is a checkpoint, not the directory of a run: {advice}"
     return f"{directory} is not the directory of a run: it has no directory iter_*{what_is_below(directory)}"
 

@@ -57,7 +57,7 @@ class RetentionRules:
 
     def __post_init__(self) -> None:
         if not self.min_age_seconds >= 0.0:
-            raise OptionError(f"an age is at least 0, not {self.min_age_seconds:g}")
+            raise OptionError(f"--min-age {self.min_age_seconds / 60:g}: expected at least 0")
         given = {"--keep-last": self.keep_last, "--keep-every": self.keep_every}
         if all(number is None for number in given.values()):
             raise OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep")
