@@ -21,6 +21,9 @@ from megatron_datastates.providers.members import PICKLE, find_members
 # Nobody can change a value of these types, and any load accepts them.
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype)
 
+# States of random generators have 5 KB each. The trainer would wait for all that shares their slots.
+_CLONED_BYTES = 1 << 20  # at most, of a save
+
 
 def _is_constant(value: object) -> bool:
     return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
@@ -55,7 +58,7 @@ class PlannedState:
         found, objects = Tensors(), []
         archives: dict[bytes, _Archive] = {}
         classify = self._classify() if self._classify is not None else _never
-        by_value = _serializes_by_value(self._planner)
+        by_value, left_bytes = _serializes_by_value(self._planner), _CLONED_BYTES
         with torch.no_grad():  # a DTensor would make its local tensor a differentiable view
             for item in self._plan.items:
                 if is_optimizer_map(item.index.fqn):
@@ -66,7 +69,11 @@ class PlannedState:
                     objects.append(self._object(item, archives, by_value))
                 else:
                     tensor, place = _resolved(item, self._planner)
-                    found.add(item.index.fqn, tensor, classify(tensor), place)
+                    mutability = classify(tensor)
+                    if mutability is Mutability.NOW and tensor.is_cpu and tensor.nbytes <= left_bytes:
+                        left_bytes -= tensor.nbytes
+                        tensor, mutability = tensor.clone(), Mutability.NEVER
+                    found.add(item.index.fqn, tensor, mutability, place)
         yield found
         yield from objects
 

@@ -145,7 +145,7 @@ def test_megatrons_fsdp_saves_as_any_other_run_and_resumes_exactly(
 ) -> None:
     """The checkpoint of step 2 is copied during step 3."""
     checkpoints, report = Checkpoints(tmp_path / "c"), tmp_path / "report.jsonl"
-    slow = ["--datastates-copy-limit", "1MB", "--datastates-report-file", report, "--save-interval", "2"]
+    slow = ["--datastates-copy-limit", "500kB", "--datastates-report-file", report, "--save-interval", "2"]
     saved = run(*OURS, *MODES[mode], *slow, "--save", checkpoints.root)
     assert in_steps(saved, whole) == []
     assert checkpoints.published() == [2, 4] and checkpoints.tracked() == 4
