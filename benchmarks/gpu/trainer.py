@@ -7,6 +7,7 @@ trains on the CPU, with the stand-ins of `recipes/cpu`.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import hashlib
 import importlib
@@ -33,8 +34,11 @@ def main() -> None:
     parser.add_argument("--digest-save", type=int, default=0, help="digest the state before this save")
     parser.add_argument("--digest-load", action="store_true", help="digest the state after set-up")
     parser.add_argument("--count", action="store_true", help="count what threads do in each step")
+    parser.add_argument("--dump-after", type=float, help="seconds until all threads' stacks are logged")
     own = sys.argv.index("--")
     wanted = parser.parse_args(sys.argv[1:own])
+    if wanted.dump_after:
+        faulthandler.dump_traceback_later(wanted.dump_after)
     sys.argv = ["pretrain_tiny.py", *sys.argv[own + 1 :]]
     pretrain_tiny = _import_megatron()
 

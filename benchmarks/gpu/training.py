@@ -38,7 +38,7 @@ _BLOCK = 6  # iterations; two blocks are longer than a save of ours to tmpfs
 _LONG_BLOCK = 6 if IS_FAKE else 12  # two are longer than torch_dist needs for a save, and a disk for ours
 _SHORT_BLOCK = 4  # where each of its iterations ends with a save
 _DIGESTED = 2  # the save before which the state is digested; nothing up to it counts
-_LOG_TAIL = 1500
+_LOG, _LOG_TAIL = "training.log", 3000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,8 @@ def measure_training(part: Part) -> None:
                 ways[run.name] = _measure(run, folder, remaining)
                 ways[run.name]["seconds"] = time.monotonic() - begin
             except subprocess.TimeoutExpired:
-                left_out.append(f"{run.name}: it did not end within the {remaining:.0f} s that were left")
+                late = f"{run.name}: it did not end within the {remaining:.0f} s that were left"
+                left_out.append(f"{late}; its log ends: {_end_of_log(folder)}")
             except RuntimeError as error:
                 failed[run.name] = str(error)[-_LOG_TAIL:]
             part.report(ways=ways, failed=failed, left_out=left_out)
@@ -223,13 +224,14 @@ def _train(
         RuntimeError: it failed; with the end of its log.
         subprocess.TimeoutExpired: it took too long.
     """
-    record, log = folder / "record.json", folder / "training.log"
+    record, log = folder / "record.json", folder / _LOG
     words = [word for word in _ARGUMENTS.read_text().split() if IS_FAKE or word != "--use-cpu-initialization"]
     words += [*_MODEL.arguments, "--num-attention-heads", str(_HEADS)]
     words += ["--micro-batch-size", str(_MICRO_BATCH), "--global-batch-size", str(batch)]
     words += ["--train-iters", str(iterations), "--lr-decay-iters", "1000", "--log-interval", "1000"]
     words += ["--distributed-backend", "gloo" if IS_FAKE else "nccl", *arguments]
-    options = ["--record", str(record), *options]
+    # Why a run takes too long, such as one that waits for a worker, shows in its log.
+    options = ["--record", str(record), "--dump-after", f"{max(seconds - 15.0, 1.0):.0f}", *options]
     command = [sys.executable, "-m", "benchmarks.gpu.trainer", *options, "--", *words]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     place |= {"TORCHDYNAMO_DISABLE": "1"}  # compiling would take longer than the training
@@ -245,11 +247,16 @@ def _train(
                 timeout=max(seconds, 1.0),
             )
         if ended.returncode or not record.exists():
-            text = log.read_text(errors="replace")
-            raise RuntimeError(f"training ended with {ended.returncode}; its log ends:\n{text[-_LOG_TAIL:]}")
+            raise RuntimeError(
+                f"training ended with {ended.returncode}; its log ends:\n{_end_of_log(folder)}"
+            )
         return dict(json.loads(record.read_text()))
     finally:
         record.unlink(missing_ok=True)
+
+
+def _end_of_log(folder: Path) -> str:
+    return (folder / _LOG).read_text(errors="replace")[-_LOG_TAIL:]
 
 
 def summarize(spans: dict[str, list[Span]], uncounted: int, block: int = _BLOCK) -> dict[str, Any]:
