@@ -22,6 +22,7 @@ from megatron_datastates.format.directory import (
     iteration_name,
 )
 from megatron_datastates.pipeline.runs.run_folders import has_folder, tracked_name
+from megatron_datastates.pipeline.runs.runs import has_file
 
 
 def how_to_load(source: Path, target: Path) -> str:
@@ -56,7 +57,7 @@ def copy_tracker(source: Path, target: Path, failed: Collection[str] = ()) -> tu
         return f"{error}: choose a checkpoint with --load {target} --ckpt-step N", True
     if name is None:
         text = f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
-        return text, False
+        return text, has_file(source / TRACKER_NAME)  # a damaged one names something that is not known
     if name in failed or not has_folder(target, name):
         why = "was not converted" if has_folder(source, name) else "is missing"
         return (

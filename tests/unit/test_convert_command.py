@@ -198,6 +198,17 @@ def test_what_is_in_the_way_of_one_checkpoint_does_not_keep_others_from_being_co
     assert sorted(os.listdir(tmp_path / "made")) == ["iter_0000001", "iter_0000002"]
 
 
+@pytest.mark.parametrize(("text", "expected"), [(None, 0), ("garbage", 1), ("", 1)])
+def test_of_a_run_with_a_damaged_tracker_not_all_is_converted(
+    text: str | None, expected: int, tmp_path: Path
+) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000002", {"a": torch.ones(3)})
+    if text is not None:
+        (tmp_path / "run" / TRACKER).write_text(text)
+    code, out, _ = run("convert", "--all", tmp_path / "run", tmp_path / "made")
+    assert code == expected and f"has no {TRACKER} that names a checkpoint: pass --load" in out
+
+
 def test_a_tracker_that_names_nothing_is_left_as_it_is(tmp_path: Path) -> None:
     save_with_dcp(tmp_path / "run" / "iter_0000002", {"a": torch.ones(3)})
     (tmp_path / "made").mkdir()
