@@ -180,6 +180,19 @@ def filtered_late(model: Any, optimizer: Any) -> None:
 
 
 @mutation
+def weights_first(model: Any, optimizer: Any) -> None:
+    """Saves the weights alone in the next save, and everything from then on."""
+    calls = itertools.count()
+
+    def without_states(state: Any) -> Any:
+        if next(calls):
+            return state
+        return {name: item for name, item in state.items() if name != "optimizer"}
+
+    _before_saves(without_states)
+
+
+@mutation
 def added_late(model: Any, optimizer: Any) -> None:
     """Adds a tensor to what every save from now on is given."""
     _before_saves(_with_more)
