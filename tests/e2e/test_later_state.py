@@ -37,3 +37,12 @@ def test_what_a_program_adds_after_the_first_save_is_saved(pretraining: Pretrain
     assert [{"more0", "more1"} <= tensors.keys() for tensors in stored] == [False, True, True]
     resumed = pretraining.run(*STEPS, "--load", root)
     assert resumed.resumed_from(saved) == LAST
+
+
+def test_what_moves_to_another_rank_after_the_first_save_is_saved(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    root = tmp_path / "ck"
+    pretraining.run(*STEPS, *STOP, "--save", root, environment={"TINY_MUTATION": "wandering_state:1"})
+    stored = [Checkpoint.open(Checkpoints(root).at(step)).tensors for step in (2, 4, LAST)]
+    assert ["more" in tensors for tensors in stored] == [True, True, True]

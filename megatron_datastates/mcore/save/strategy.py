@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -275,8 +276,9 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
     In a group of one rank there is no distribution to cache, so Megatron would exchange the metadata of all
     ranks in every save, although their structure is declared constant. A prepared save distributes nothing.
 
-    A cached distribution lacks what came after the first save, such as the states of an optimizer whose first
-    steps were skipped: Megatron would let no rank store it. The rank with the main replica does.
+    A cached distribution does not know which tensors a rank has only since the first save, such as the states
+    of an optimizer whose first steps were skipped: Megatron would let no rank store them. The rank that has
+    the main replica does.
     """
     checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -286,7 +288,7 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
             return  # the tensors are distributed as in the last full save
         if self in checked and self.cached_distribution is None:
             return
-        later = _not_distributed(self.cached_distribution, sharded_state_dict) if self in checked else []
+        later = _not_distributed(self, sharded_state_dict) if self in checked else []
         original(self, sharded_state_dict)
         for item, replica_id in later:
             item.replica_id = replica_id
@@ -296,8 +298,13 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
     return apply_saving_parallelization
 
 
-def _not_distributed(distribution: Any, sharded_state_dict: Any) -> list[tuple[ShardedTensor, Any]]:
-    """Returns the tensors, with replica ids, that no rank of the group had when a distribution was made."""
-    known = distribution.shard_to_metadata
+def _not_distributed(wrapper: Any, sharded_state_dict: Any) -> list[tuple[ShardedTensor, Any]]:
+    """Returns the tensors, with replica ids, that this rank did not have when a distribution was cached."""
+    rank = torch.distributed.get_rank(wrapper.parallelization_group)
+    ranks = wrapper.cached_distribution.all_ranks_for_shard
     tensors = [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
-    return [(item, item.replica_id) for item in tensors if _sharded_tensor_shard_id(item) not in known]
+    return [
+        (item, item.replica_id)
+        for item in tensors
+        if rank not in ranks.get(_sharded_tensor_shard_id(item), ())
+    ]
