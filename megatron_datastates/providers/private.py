@@ -82,7 +82,7 @@ def _copy(value: Any, memo: _Memo) -> Any:
     if copy is None:
         if isinstance(value, enum.Flag | np.generic):
             memo[_UNKNOWN] = True
-            return value
+            return _copy_row(value) if isinstance(value, np.void) else value
         if kind is type or isinstance(value, enum.Enum):
             # A member by its name, as it may have no hash.
             memo.setdefault(_NAMED, set()).add(value if kind is type else (kind, value._name_))
@@ -177,6 +177,13 @@ def _copy_array(value: np.ndarray, memo: _Memo) -> np.ndarray:
     memo[_UNKNOWN] = True
     memo[id(value)] = copied = value.copy(order="K")
     return copied
+
+
+def _copy_row(value: np.void) -> np.void:
+    """Returns a copy of one row of a structured array, which may be a view of the array."""
+    if value.dtype.hasobject:
+        raise NotPlainError("a row of objects")
+    return value.copy()
 
 
 def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:

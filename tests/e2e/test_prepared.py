@@ -152,6 +152,16 @@ def test_a_save_that_is_not_what_was_prepared_fails_and_the_next_is_full(
     assert resumed.resumed_from(saved) == LAST
 
 
+def test_what_a_program_left_out_of_one_save_is_in_the_next(pretraining: Pretraining, tmp_path: Path) -> None:
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    saving = ["--save", root, "--datastates-report-file", report]
+    changing = {"TINY_MUTATION": "weights_first:1"}
+    saved = pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *saving, environment=changing)
+    assert prepared(report) == {2: False, 4: False, 6: True}
+    resumed = pretraining.run(*LAYOUTS["tp2"], *STEPS, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
 def test_nothing_is_held_between_saves(pretraining: Pretraining, tmp_path: Path) -> None:
     """Frameworks move optimizer state out of the device's memory between iterations."""
     root, report = tmp_path / "ck", tmp_path / "report.jsonl"

@@ -155,6 +155,18 @@ def more_state(model: Any, optimizer: Any) -> None:
     _around_state_dicts(lambda chunks, make: _with_more(make()))
 
 
+@mutation
+def wandering_state(model: Any, optimizer: Any) -> None:
+    """Adds a tensor to every state dict from now on, of rank 0 the first time and of rank 1 from then on."""
+    calls = itertools.count()
+
+    def with_it(state: Any) -> Any:
+        here = torch.distributed.get_rank() == min(next(calls), 1)
+        return state | {"more": ShardedTensor.from_rank_offsets("more", torch.ones(2))} if here else state
+
+    _around_state_dicts(lambda chunks, make: with_it(make()))
+
+
 def _before_saves(change: Callable[[Any], Any]) -> None:
     """Wraps `dist_checkpointing.save`: `change` gets the state dict that Megatron has made."""
     original = checkpointing.dist_checkpointing.save
@@ -177,6 +189,19 @@ def filtered_late(model: Any, optimizer: Any) -> None:
         return state | {"model": kept}
 
     _before_saves(filtered)
+
+
+@mutation
+def weights_first(model: Any, optimizer: Any) -> None:
+    """Saves the weights alone in the next save, and everything from then on."""
+    calls = itertools.count()
+
+    def without_states(state: Any) -> Any:
+        if next(calls):
+            return state
+        return {name: item for name, item in state.items() if name != "optimizer"}
+
+    _before_saves(without_states)
 
 
 @mutation

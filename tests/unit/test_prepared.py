@@ -652,7 +652,7 @@ def prepare(model: Any) -> tuple[prepared.Preparation, dict[str, Any], Tensors]:
     call = {"model": [model], "optimizer": no_optimizer(), "args": None}
     preparation, found = prepared.Preparation(call), Tensors()
     found.add("w", model[0].weight, Mutability.NOW)
-    preparation.complete(found, found.tensors[:])
+    preparation.complete({}, found, found.tensors[:])
     return preparation, call, found
 
 

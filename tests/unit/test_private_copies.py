@@ -199,6 +199,13 @@ def test_a_copy_stays_as_the_original_was(value: Any) -> None:
     assert described(copy) == before
 
 
+def test_a_row_of_a_structured_array_is_copied() -> None:
+    array = np.zeros(2, [("samples", "i8"), ("loss", "f4")])
+    copied = private_copy({"row": array[1]}).value["row"]
+    array["samples"][1] = 7
+    assert (int(copied["samples"]), copied.dtype) == (0, array.dtype)
+
+
 def test_attributes_of_a_state_dict_are_copied() -> None:
     """torch looks at them to load what older modules have saved."""
     state = torch.nn.BatchNorm1d(3).state_dict()

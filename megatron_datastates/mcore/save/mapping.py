@@ -87,7 +87,7 @@ class ShardedStateProvider:
             found.add(item.key, data, mutability, place, is_frozen(item.data))
             stored.append(item.data)
         if mark is not None:
-            complete(mark.preparation, found, stored)
+            complete(mark.preparation, self._state, found, stored)
         return found
 
     def objects(self) -> tuple[EmptyObjects, list[ObjectSource]]:

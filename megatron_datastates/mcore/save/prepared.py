@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of
 from megatron_datastates.engine.fence import FENCE
@@ -125,6 +126,7 @@ class Preparation:
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._states: set[int] = set()  # ids of the other optimizers
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
+        self._made: set[int] = set()  # ids of what the tensors of the full state dict are, or are views of
         self._extra_states: list[ExtraStates] = []  # by model chunk
         self._empty: dict[str, None] = {}  # keys of objects without a value
         self._rows: list[Row] = []  # of each stored tensor
@@ -165,16 +167,21 @@ class Preparation:
         self._extra_states = [extra_states(*pair) for pair in zip(call["model"], chunks, strict=True)]
         for number, chunk in enumerate(chunks):
             chunk[MARK] = Mark.of(self, number, is_thin=False)
+        self._made = _viewed(state)
 
-    def complete(self, found: Tensors, stored: list[torch.Tensor]) -> None:
+    def complete(self, state: Mapping[str, Any], found: Tensors, stored: list[torch.Tensor]) -> None:
         """Notes what a full save has stored.
 
         Args:
-            stored: the tensors as they were in the state dict.
+            state: the state dict, as it came to the strategy.
+            stored: the tensors as they were in it, those that this rank stores.
 
         Raises:
-            UnprovableError: a tensor is none that the model or the optimizer holds.
+            UnprovableError: a tensor is none that the model or the optimizer holds, or one was left out: the
+                next save may have it.
         """
+        if not self._made <= _viewed(state):
+            raise UnprovableError("a program has left out tensors of the state dict that Megatron has made")
         numbers = dict(self._survey.numbers)
         first = len(numbers)
         numbers.update((id(tensor), first + at) for at, tensor in enumerate(self._padding))
@@ -399,6 +406,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value), [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float) else id(value)
+
+
+def _viewed(state: Mapping[str, Any]) -> set[int]:
+    """Returns the ids of the tensors that those of a sharded state dict are, or are views of."""
+    kinds = ShardedTensor, ShardedTensorFactory
+    found = (item.data for item in nested_values(state) if isinstance(item, kinds))
+    return {id(one if one._base is None else one._base) for one in found if one is not None}
 
 
 def _chunks_of(state: dict[str, Any], count: int) -> list[dict[str, Any]]:

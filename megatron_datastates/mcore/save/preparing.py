@@ -175,10 +175,12 @@ def note_buckets(optimizer: Any, state: dict[Any, Any], padding: list[torch.Tens
         _saving.full.note_buckets(optimizer, state, padding)
 
 
-def complete(preparation: Preparation, found: Tensors, stored: list[torch.Tensor]) -> None:
+def complete(
+    preparation: Preparation, state: dict[str, Any], found: Tensors, stored: list[torch.Tensor]
+) -> None:
     """Notes what a full save has stored, so that the next one may be prepared."""
     with _noting():
-        preparation.complete(found, stored)
+        preparation.complete(state, found, stored)
 
 
 def obstacle() -> str:

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 
 from megatron_datastates.config import Options
 from megatron_datastates.dcp.items import PlannedState
@@ -271,6 +275,10 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
 
     In a group of one rank there is no distribution to cache, so Megatron would exchange the metadata of all
     ranks in every save, although their structure is declared constant. A prepared save distributes nothing.
+
+    A cached distribution does not know which tensors a rank has only since the first save, such as the states
+    of an optimizer whose first steps were skipped: Megatron would let no rank store them. The rank that has
+    the main replica does.
     """
     checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -280,8 +288,23 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
             return  # the tensors are distributed as in the last full save
         if self in checked and self.cached_distribution is None:
             return
+        later = _not_distributed(self, sharded_state_dict) if self in checked else []
         original(self, sharded_state_dict)
+        for item, replica_id in later:
+            item.replica_id = replica_id
         if self.do_cache_distribution and isinstance(self.base_strategy, DataStatesSaveStrategy):
             checked.add(self)
 
     return apply_saving_parallelization
+
+
+def _not_distributed(wrapper: Any, sharded_state_dict: Any) -> list[tuple[ShardedTensor, Any]]:
+    """Returns the tensors, with replica ids, that this rank did not have when a distribution was cached."""
+    rank = torch.distributed.get_rank(wrapper.parallelization_group)
+    ranks = wrapper.cached_distribution.all_ranks_for_shard
+    tensors = [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
+    return [
+        (item, item.replica_id)
+        for item in tensors
+        if rank not in ranks.get(_sharded_tensor_shard_id(item), ())
+    ]
