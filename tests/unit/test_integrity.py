@@ -110,4 +110,4 @@ def test_an_index_that_is_missing_is_named(theirs: Path) -> None:
     (theirs / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (theirs / ".metadata").unlink()
     code, _, said = run("verify", theirs)
-    assert code == 2 and "holds a torch_dist checkpoint whose .metadata is missing" in said
+    assert code == 2 and "holds a checkpoint of torch_dist or DCP whose .metadata is missing" in said
