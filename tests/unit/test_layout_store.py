@@ -18,6 +18,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import layouts
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
+from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving.records import RankRecord
 from tests.unit.by_hand import fragment, index_of
 from tests.unit.ranks_in_turn import RanksInTurn
@@ -207,3 +208,22 @@ def test_what_is_known_of_changing_structures_stays_bounded(
                 for key, expected in changing(number, rank)._tensors.items():
                     assert torch.equal(checkpoint.read_tensor(key), expected)
     ranks.close()
+
+
+def test_tensors_that_a_runs_checkpoint_lacks_and_the_one_before_had_are_named(
+    tmp_path: Path, saver: Saver, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(folder: str, *names: str) -> list[str]:
+        caplog.clear()
+        state = State({name: torch.zeros(3) for name in names})
+        assert saver.start(tmp_path / folder, state).wait() is Outcome.PUBLISHED
+        return [record.message for record in caplog.records if "lacks tensors" in record.message]
+
+    assert warnings("run/iter_0000001", "a", "b", "c") == []
+    (said,) = warnings("run/iter_0000002", "a")
+    assert said.endswith("iter_0000002 lacks tensors that the one before it had: 'b', 'c'")
+    assert warnings("run/iter_0000003", "a") == []
+    assert warnings("run/iter_0000004", "b", "a") == []
+    assert warnings("other/iter_0000004", "d") == []
+    assert warnings("run/iter_0000005", "a", "b", "d") == []
+    assert warnings("run/of my own", "a") == []

@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
+from megatron_datastates.errors import some_of
+from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Ancestor, Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
@@ -24,6 +28,8 @@ from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, StableRecord, file_entries
 from megatron_datastates.pipeline.saving.stable import stable_record
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,16 @@ def record_of(
     )
 
 
+def _warn_of_less(directory: Path, left_out: Sequence[str]) -> None:
+    """Logs what the run's checkpoint before had and this one lacks: a load would notice it weeks later."""
+    if left_out:
+        logger.warning(
+            "the checkpoint %s lacks tensors that the one before it had: %s",
+            directory,
+            some_of([repr(key) for key in left_out], 3),
+        )
+
+
 def small_files(
     save: RankSave,
     records: Sequence[RankRecord],
@@ -111,6 +127,8 @@ def small_files(
     facts = {context.save_id.dcp_file_name(): extras.dcp_facts()} if extras.dcp_facts is not None else {}
     records = list(records)  # decoded once
     index = layouts.merged(records)
+    if iteration_in_name(context.directory.name) is not None:
+        _warn_of_less(context.directory, layouts.left_out(context.directory.parent, index))
     files = [
         entry
         for record in records

@@ -13,6 +13,7 @@ import os
 import threading
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -24,6 +25,7 @@ from megatron_datastates.pipeline.saving.records import RankRecord
 from megatron_datastates.plan.coverage import coverage_faults
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
+_ANY_FILES = 1 << 31  # more data files than a checkpoint has
 _SPARE_BYTES = 64 << 20  # of indexes that rank 0 keeps beside what a save needs
 _SPARE_SAVES = 4  # and how many times that
 _KEPT_NEAR = 4  # while other saves are published, an index that a rank counts on must not be forgotten
@@ -69,6 +71,7 @@ class LayoutStore:
         self._parts: ChainMap[tuple[int, bytes], bytes] = ChainMap({}, {})
         self._providers: ChainMap[bytes, list[ProviderEntry]] = ChainMap({}, {})
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
+        self._last: dict[Path, MergedIndex] = {}  # of the last checkpoint, by the directory of the run
 
     def begin_use(self) -> int:
         """Notes that a save relies on what is known; returns the epoch, for `end_use`."""
@@ -135,6 +138,18 @@ class LayoutStore:
         kept = list(self._merged.items())[1 - _KEPT_INDEXES :]
         self._merged = dict([*kept, (wanted, found)])
         return found
+
+    def left_out(self, run: Path, index: MergedIndex) -> list[str]:
+        """Returns the tensors that this run's checkpoint before had and this one lacks, on rank 0.
+
+        That ranks' parts fit together does not show it if no rank has stored a tensor.
+        """
+        before = self._last.pop(run, index)
+        self._last = dict([*list(self._last.items())[1 - _KEPT_INDEXES :], (run, index)])
+        if before.encoded == index.encoded:
+            return []
+        had, has = (Index.decode(one.encoded, "an index", _ANY_FILES).tensors for one in (before, index))
+        return sorted(had.keys() - has.keys())
 
     def near_index(self, digest: str, ranks: tuple[int, ...]) -> bytes | None:
         """Returns the index that these ranks have stored near; None if they do not know it any more."""
