@@ -152,6 +152,11 @@ def plan(
             raise OptionError(
                 "describe the model: --params 70B, --arguments FILE, or `-- MEGATRON'S ARGUMENTS`"
             )
+        if words and not words[0].startswith("-"):
+            raise OptionError(
+                f"{words[0]}: expected one of Megatron's arguments, which begin with --. A file of them is given "
+                f"by --arguments {words[0].removeprefix('@')}"
+            )
         for flag in sorted(flags_in(words) & {name.removeprefix("--") for name in _own_options()}):
             raise OptionError(f"--{flag} is an option of `datastates plan`: give it before `--`")
         arguments = read_arguments(files, words)

@@ -365,6 +365,8 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
             for seconds in ("0", "nan", "inf", "1e-300")
         ),
         (["--arguments", "none.sh"], "none.sh: No such file or directory"),
+        (["train.args", "--dp", "2"], "A file of them is given by --arguments train.args"),
+        (["@train.args"], "A file of them is given by --arguments train.args"),
         (["--", *GPT_2, "--swigluu"], "--swigluu: no such argument of Megatron; did you mean --swiglu?"),
         (["--", *GPT_2, "--rate", "1GB/s"], "--rate is an option of `datastates plan`: give it before `--`"),
         (["--", *GPT_2, "--dp", "2"], "--dp is an option of `datastates plan`"),
