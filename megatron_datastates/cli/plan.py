@@ -154,8 +154,8 @@ def plan(
             )
         if words and not words[0].startswith("-"):
             raise OptionError(
-                f"{words[0]}: expected one of Megatron's arguments, which begin with --. A file of them is given "
-                f"by --arguments {words[0].removeprefix('@')}"
+                f"{words[0]}: expected an argument of Megatron, which begins with --. A file of them is "
+                f"given by --arguments {words[0].removeprefix('@')}"
             )
         for flag in sorted(flags_in(words) & {name.removeprefix("--") for name in _own_options()}):
             raise OptionError(f"--{flag} is an option of `datastates plan`: give it before `--`")
