@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import struct
@@ -21,6 +22,7 @@ import megatron_datastates as ds
 from megatron_datastates.cli.main import app
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
+from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 from megatron_datastates.engine.reader import read_footer, read_header, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, StorageError, printable
 from megatron_datastates.files import (
@@ -40,6 +42,7 @@ from megatron_datastates.pipeline.runs.runs import (
     tracked_iteration,
 )
 from megatron_datastates.pipeline.upkeep.verify import verify
+from tests.unit import legacy_zarr
 from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import OPTIONS, SMALL
 
@@ -255,3 +258,28 @@ def test_no_control_character_reaches_a_terminal(odd_keys: Path, command: tuple[
     result = CliRunner().invoke(app, arguments)
     shown = result.stdout + result.stderr
     assert shown and all(c.isprintable() or c == "\n" for c in shown), shown
+
+
+@IN_PLACE
+def test_other_files_of_an_array_are_not_opened(tmp_path: Path, put) -> None:
+    legacy_zarr.write_array(tmp_path / "c" / "w", torch.ones(2), (2,))
+    for name in (".zattrs", "zarr.json", ".zgroup", ".zmetadata"):
+        (tmp_path / "c" / "w" / name).write_text("{}")
+        put(tmp_path / "c" / "w" / name)
+    assert LegacyZarrSource(tmp_path / "c").read_tensor("w").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [1] * 70, "chunks": [1] * 70},
+        {"shape": [1 << 63], "chunks": [1 << 63]},
+        {"shape": [10**30], "chunks": [10**30]},
+    ],
+)
+def test_an_array_of_an_impossible_shape_is_refused(tmp_path: Path, changes) -> None:
+    legacy_zarr.write_array(tmp_path / "c" / "w", torch.ones(2), (2,))
+    document = tmp_path / "c" / "w" / ".zarray"
+    document.write_text(json.dumps(json.loads(document.read_text()) | changes))
+    with pytest.raises(FormatError, match="is impossible"):
+        _ = LegacyZarrSource(tmp_path / "c").tensors["w"].offsets

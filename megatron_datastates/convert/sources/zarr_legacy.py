@@ -62,6 +62,7 @@ with optional_package(
 
 _ARRAY_NAME = ".zarray"
 _MOST_CHUNKS_MISSING = 1 << 20  # of an incomplete array whose chunks are listed anyway
+_MOST_AXES = 32  # numpy has 64, and one more is for the bytes of an element
 _OBJECT = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt", re.ASCII)
 _OF_ARRAY = re.compile(r"\.zarray|\d+(\.\d+)*", re.ASCII)  # its document and chunks
 # zarr has no bfloat16 and reads it as integers of the same size.
@@ -69,7 +70,10 @@ _BFLOAT16, _BITS = b'"bfloat16"', b'"<u2"'
 
 
 class _ArrayStore(LocalStore):
-    """The files of one array, whose dtype is replaced by one that zarr knows."""
+    """The document of one array, whose dtype is replaced by one that zarr knows.
+
+    No other file is there for zarr, which would wait for a pipe with the name of its attributes.
+    """
 
     async def get(
         self,
@@ -77,10 +81,10 @@ class _ArrayStore(LocalStore):
         prototype: BufferPrototype | None = None,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
+        if key != _ARRAY_NAME:
+            return None
         data = await super().get(key, prototype, byte_range)
-        if data is not None and key == _ARRAY_NAME:
-            return cpu.Buffer.from_bytes(data.to_bytes().replace(_BFLOAT16, _BITS))
-        return data
+        return data and cpu.Buffer.from_bytes(data.to_bytes().replace(_BFLOAT16, _BITS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +289,8 @@ def _open_tensor(path: Path) -> ZarrTensor:
         raise FormatError(f"{document} is damaged: {error}") from error
     if members["chunks"] != list(array.chunks):  # zarr has replaced impossible ones
         raise FormatError(f"{document} is damaged: its chunks have the impossible shape {members['chunks']}")
+    if len(array.shape) > _MOST_AXES or any(size >= 1 << 62 for size in (*array.shape, *array.chunks)):
+        raise FormatError(f"{document} is damaged: its shape {members['shape']} is impossible")
     if packed or dtype not in DTYPES or str(spelled).startswith(">") or array.order != "C":
         raise UnsupportedFormatError(
             f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {array.order}; "
