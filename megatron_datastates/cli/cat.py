@@ -167,7 +167,7 @@ def _require_few_values(key: str, value: Any) -> None:
     left, count = [iter([value])], 0
     while left:
         for item in left[-1]:
-            count += 1
+            count += _printed_values(item)
             if count > _MOST_PRINTED:
                 raise OptionError(
                     f"object {key!r} has more than {_MOST_PRINTED} values, each as often as it would be "
@@ -179,6 +179,15 @@ def _require_few_values(key: str, value: Any) -> None:
                 break
         else:
             left.pop()
+
+
+def _printed_values(item: Any) -> int:
+    """Returns 1 or, of a tensor, roughly how many elements torch prints: at most six along each axis.
+
+    An expanded tensor may have any number of elements, along any number of axes.
+    """
+    shape = getattr(item, "shape", ()) if type(item).__module__.startswith("torch") else ()
+    return math.prod(min(length, 6) for length in shape)
 
 
 def _values_in(item: Any) -> Collection[Any]:

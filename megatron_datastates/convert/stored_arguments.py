@@ -7,13 +7,17 @@ inert classes in place of all that it names, so nothing of a checkpoint runs, an
 
 from __future__ import annotations
 
-import collections
 import io
 import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.convert.sources.pickles import load_pickle
+from megatron_datastates.convert.sources.pickles import (
+    Function,
+    OrderedDictionary,
+    load_pickle,
+    same_items,
+)
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import ARGUMENTS_KEY, COMMON_FILE, COMMON_STATE_KEY
@@ -23,12 +27,13 @@ if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source
 
 _PLAIN = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
+    ("collections", "OrderedDict"): OrderedDictionary,
+    ("builtins", "set"): Function(same_items),
+    ("builtins", "frozenset"): Function(same_items),
     ("builtins", "complex"): complex,
 }
 _MOST_DEEP = 8  # of lists in lists; Megatron's arguments are flat
+_MOST_CHARACTERS = 16 << 20  # of all arguments as text, where every other value counts as one
 # Sizes of parallel groups, by the names that our manifest has for them.
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
@@ -94,7 +99,8 @@ def arguments_in(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
     names = sorted(name for name in values if isinstance(name, str))
-    return {name: _plain(values[name]) for name in names}
+    plain = _Plain(where)
+    return {name: plain.value(values[name]) for name in names}
 
 
 def parallel_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -133,23 +139,42 @@ def _common_file(source: Source) -> bytes:
     )
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple | set | frozenset) and depth < _MOST_DEEP:
-        return [_plain(one, depth + 1) for one in value]
-    if isinstance(value, dict) and depth < _MOST_DEEP:
-        return {str(_plain(key)): _plain(one, depth + 1) for key, one in value.items()}
-    return _text(value, depth)
+class _Plain:
+    """Makes plain values of the arguments.
 
+    A list that holds one list ten times, which holds one ten times, and so on, has 10^n values in n lists, so
+    all values are counted each as often as it is referred to.
+    """
 
-def _text(value: Any, depth: int) -> str:
-    """Returns `torch.bfloat16` for a dtype, `AttnBackend(5)` for a member of an enumeration."""
-    if isinstance(value, type) and issubclass(value, _Inert):
-        return value.name
-    if isinstance(value, _Inert) and depth < _MOST_DEEP:
-        own = type(value).__name__
-        if own.endswith("Path"):
-            return "/".join(map(str, value.arguments)).replace("//", "/")
-        return f"{own}({', '.join(str(_plain(one, depth + 1)) for one in value.arguments)})"
-    return f"a {type(value).__name__}"
+    def __init__(self, where: str) -> None:
+        self._where, self._left = where, _MOST_CHARACTERS
+
+    def value(self, value: Any, depth: int = 0) -> Any:
+        self._count(len(value) if isinstance(value, str | bytes) else 1)
+        if value is None or isinstance(value, str | int | float):
+            return value
+        if isinstance(value, list | tuple | set | frozenset) and depth < _MOST_DEEP:
+            return [self.value(one, depth + 1) for one in value]
+        if isinstance(value, dict) and depth < _MOST_DEEP:
+            return {str(self.value(key, depth + 1)): self.value(one, depth + 1) for key, one in value.items()}
+        return self._text(value, depth)
+
+    def _text(self, value: Any, depth: int) -> str:
+        """Returns `torch.bfloat16` for a dtype, `AttnBackend(5)` for a member of an enumeration."""
+        if isinstance(value, type) and issubclass(value, _Inert):
+            return value.name
+        if isinstance(value, _Inert) and depth < _MOST_DEEP:
+            own = type(value).__name__
+            texts = [str(self.value(one, depth + 1)) for one in value.arguments]
+            if own.endswith("Path"):
+                return "/".join(texts).replace("//", "/")
+            return f"{own}({', '.join(texts)})"
+        return f"a {type(value).__name__}"
+
+    def _count(self, characters: int) -> None:
+        self._left -= characters + 1
+        if self._left < 0:
+            raise FormatError(
+                f"{self._where} has training arguments of more than {_MOST_CHARACTERS} characters: Megatron "
+                "did not write it"
+            )

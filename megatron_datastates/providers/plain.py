@@ -18,6 +18,7 @@ import decimal
 import io
 import pathlib
 import re
+import sys
 import types
 import uuid
 from collections.abc import Callable, Iterable
@@ -97,6 +98,7 @@ def require(condition: object, what: str) -> None:
 
 def check_key(context: PickleContext, key: Any) -> None:
     """Raises UnsafeObjectError if a key of a dictionary or set, or all keys, would take too long to hash."""
+    _charge_hashes(context, [key])
     level = _tuples([key])
     if not level:
         return
@@ -108,6 +110,8 @@ def check_key(context: PickleContext, key: Any) -> None:
         if nodes > _MAX_KEY_NODES:
             break
         context.charge(_KEY_NODE_BYTES * width)
+        for one in level:
+            _charge_hashes(context, one)
         if not inner:
             return
         level = inner
@@ -115,6 +119,15 @@ def check_key(context: PickleContext, key: Any) -> None:
         f"it has a key of nested tuples: expected at most {_MAX_KEY_NODES} items and a depth of "
         f"{_MAX_KEY_DEPTH}"
     )
+
+
+def _charge_hashes(context: PickleContext, items: Iterable[Any]) -> None:
+    """Charges for long numbers, whose hash is computed at every use; that of text and bytes is kept."""
+    for item in items:
+        if type(item) is int:
+            context.charge(item.bit_length() // 8)
+        elif type(item) is decimal.Decimal:
+            context.charge(sys.getsizeof(item))
 
 
 def _tuples(items: Iterable[Any]) -> list[tuple[Any, ...]]:

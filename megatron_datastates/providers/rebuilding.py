@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -164,8 +165,23 @@ def _meta(context: PickleContext, *arguments: Any) -> Any:
     return _make(context, torch._utils._rebuild_meta_tensor_no_storage, *arguments)
 
 
+def _check_attributes(state: Any = None) -> None:
+    """Checks the attributes of a tensor or parameter, which torch sets one by one.
+
+    Those that are properties of torch are never in a pickle of torch's. Setting them runs torch's code:
+    `real` copies all elements, of which an expanded tensor may have any number.
+    """
+    for part in state if type(state) is tuple else (state,):
+        require(part is None or type(part) is dict, "the attributes of a tensor")
+        for name in part or ():
+            require(type(name) is str, "the attributes of a tensor")
+            found = inspect.getattr_static(torch.Tensor, name, None)
+            require(not hasattr(type(found), "__set__"), f"a tensor's attribute {name!r}")
+
+
 def _parameter(context: PickleContext, data: Any, grad: Any, hooks: Any, *state: Any) -> Any:
     require(_is_tensor(data) and type(grad) is bool and not hooks, "a parameter")
+    _check_attributes(*state)
     rebuild: Any = torch._utils._rebuild_parameter_with_state if state else torch._utils._rebuild_parameter
     return _make(context, rebuild, data, grad, hooks, *state)
 
@@ -178,6 +194,8 @@ def _wrapper(context: PickleContext, kind: Any, *arguments: Any) -> Any:
 def _from_type(context: PickleContext, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     known = kind is torch.Tensor or kind is torch.nn.Parameter or context.is_trusted(kind)
     require(known and type(arguments) is tuple, "a tensor of a class")
+    if not context.is_trusted(kind):
+        _check_attributes(state)
     data = context.call(function, arguments)
     require(_is_tensor(data), "a tensor of a class")
     return _make(context, torch._tensor._rebuild_from_type_v2, lambda: data, kind, (), state)

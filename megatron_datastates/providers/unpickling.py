@@ -18,6 +18,7 @@ from __future__ import annotations
 import _compat_pickle
 import codecs
 import collections
+import enum
 import io
 import pickle
 from collections.abc import Callable
@@ -219,6 +220,10 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         if not isinstance(made, Placeholder) and id(type(made)) not in self._trusted_ids:
             raise UnsafeObjectError(f"it sets the state of a {type(made).__name__}, which is not accepted")
         require(not isinstance(made, ClassPlaceholder), "a class")
+        # A member of an enumeration is the whole program's: its pickle has a value and no state.
+        require(not isinstance(made, enum.Enum), "a member of an enumeration")
+        # load_build would call such an attribute, which came from the pickle, without any guard.
+        require("__setstate__" not in getattr(made, "__dict__", ()), f"a {type(made).__name__}")
         parts = state if type(state) is tuple and len(state) == 2 else (state,)
         self.charge(sum(_copied_bytes(part) for part in parts if type(part) is dict))
         if not isinstance(made, Placeholder):

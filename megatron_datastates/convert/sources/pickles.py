@@ -26,6 +26,8 @@ from megatron_datastates.format.values import DTYPES
 
 # Objects of these modules are accepted and ignored.
 _UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
+# Attributes of an object. A class of DCP has few; a pickle may set the same ones in any number of objects.
+_MOST_FIELDS = 64
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
@@ -37,12 +39,18 @@ class Unread:
     def __setstate__(self, state: Any) -> None: ...
 
 
+def _check_few(state: Any) -> None:
+    if not isinstance(state, dict | tuple) or len(state) > _MOST_FIELDS:
+        raise UnsafeObjectError("it sets the state of an object to something that is not accepted")
+
+
 class _Fields:
     """Substitute for a class of DCP. Its attributes come from the pickle and are not checked here."""
 
     __hash__: Any = None  # as of torch's: a pickle with such a key does not load
 
     def __setstate__(self, state: Any) -> None:
+        _check_few(state)
         self.__dict__.update(state)
 
 
@@ -84,6 +92,7 @@ class Properties(_Fields):
     others: tuple[Any, ...]  # layout, requires_grad, memory_format, pin_memory
 
     def __setstate__(self, state: Any) -> None:
+        _check_few(state)
         self.dtype, *others = state
         self.others = tuple(others)
 
@@ -137,6 +146,30 @@ class Function:
         raise UnsafeObjectError("it would change a function")
 
 
+class OrderedDictionary(collections.OrderedDict[Any, Any]):
+    """Substitute for an OrderedDict; ignores its attributes."""
+
+    def __init__(self) -> None: ...  # no copy of a dictionary
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def same_items(items: Any = ()) -> Any:
+    """Returns the items of a collection as they are.
+
+    A pickle may make any number of collections of the same items: copies would take memory out of proportion.
+    """
+    if not isinstance(items, tuple | list):
+        raise UnsafeObjectError("it makes a collection of something that is not accepted")
+    return items
+
+
+def _same_tuple(lengths: Any = ()) -> Any:
+    if not isinstance(lengths, tuple):
+        raise UnsafeObjectError("it makes a shape of something that is not accepted")
+    return lengths
+
+
 class DTypeName:
     """Substitute for a dtype of torch; its text is torch's, such as `torch.bfloat16`."""
 
@@ -156,14 +189,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA:
             return _METADATA[module, name]
-        if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
-            return collections.OrderedDict if name == "OrderedDict" else set
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDictionary
+        if (module, name) == ("builtins", "set"):
+            return Function(same_items)
+        if (module, name) == ("torch", "Size"):
+            return Function(_same_tuple)
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return Unread
         if (module, name) == ("torch.serialization", "_get_layout"):
             return Function(_strided)
-        if (module, name) == ("torch", "Size"):
-            return tuple
         if module == "torch" and name in DTYPES:
             return DTypeName(name)
         if module.startswith(_UNREAD):

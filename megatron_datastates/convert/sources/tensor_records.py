@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.convert.sources.pickles import Function, Unread, load_pickle
+from megatron_datastates.convert.sources.pickles import Function, OrderedDictionary, Unread, load_pickle
 from megatron_datastates.errors import FormatError, UnsafeObjectError
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.plan.boxes import contiguous_strides
@@ -73,8 +73,10 @@ def _rebuild_v3(
     view = more[0] if more and more[0] else {}
     if any(more[1:]) or not isinstance(view, dict) or not view.keys() <= _VIEWS:
         raise FormatError(f"its tensor is a view of a kind that is not supported ({more})")
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple):  # of which no copy is made
+        raise FormatError("its tensor has a shape or strides of an unexpected kind")
     is_conj, is_neg = view.get("conj") is True, view.get("neg") is True
-    return TensorRecord(storage, dtype, offset, tuple(shape), tuple(strides), is_conj, is_neg)
+    return TensorRecord(storage, dtype, offset, shape, strides, is_conj, is_neg)
 
 
 def _parameter(data: TensorRecord, *unread: Any) -> TensorRecord:
@@ -97,7 +99,7 @@ class _TensorUnpickler(pickle.Unpickler):
         if module == "torch._utils" and name in _REBUILD:
             return _REBUILD[name]
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return OrderedDictionary
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return _UntypedStorage
         if module == "torch" and name in STORAGES:
