@@ -142,7 +142,7 @@ def _write(
         written.append(wanted)
     if page is not None:
         svg = svg_text(figure, found.saves) if figure is not None else ""
-        page.write_text(make_page(title, found, advice, svg, missing), encoding="utf-8")
+        page.write_text(make_page(title, found, advice, svg, missing), "utf-8", "backslashreplace")
         written.append(page)
     say()
     for path in written:

@@ -18,7 +18,7 @@ from megatron_datastates.convert.sources.pickles import (
     load_pickle,
     same_items,
 )
-from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
+from megatron_datastates.errors import FormatError, MissingKeyError, StorageError, UnsafeObjectError
 from megatron_datastates.files import OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import ARGUMENTS_KEY, COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.providers.members import PICKLE, find_members
@@ -33,6 +33,8 @@ _PLAIN = {
     ("builtins", "complex"): complex,
 }
 _MOST_DEEP = 8  # of lists in lists; Megatron's arguments are flat
+_MOST_CLASSES = 10_000
+_MOST_BITS = 4096  # of a number: Python converts no very long ones to text
 _MOST_CHARACTERS = 16 << 20  # of all arguments as text, where every other value counts as one
 # Sizes of parallel groups, by the names that our manifest has for them.
 _SIZES = {
@@ -59,12 +61,19 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        # Classes of its own for each unpickler: a pickle cannot change what another one gets.
+        self._found: dict[tuple[str, str], Any] = dict(_PLAIN)
+
     def find_class(self, module: str, name: str) -> Any:
-        known = _PLAIN.get((module, name))
-        # A class of its own for each unpickler: a pickle cannot change what another one gets.
-        return known or type(
-            name, (_Inert,), {"name": f"{module}.{name}", "__setstate__": _Inert.__setstate__}
-        )
+        found = self._found.get((module, name))
+        if found is None:
+            if len(self._found) > _MOST_CLASSES:  # each takes some 2 KiB, and six bytes of a pickle
+                raise UnsafeObjectError(f"it names more than {_MOST_CLASSES} classes")
+            members = {"name": f"{module}.{name}", "__setstate__": _Inert.__setstate__}
+            found = self._found[module, name] = type(name, (_Inert,), members)
+        return found
 
     def persistent_load(self, pid: Any) -> Any:
         return _Inert(pid)  # the bytes of a tensor
@@ -151,6 +160,8 @@ class _Plain:
 
     def value(self, value: Any, depth: int = 0) -> Any:
         self._count(len(value) if isinstance(value, str | bytes) else 1)
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            return f"a number of {value.bit_length()} bits"
         if value is None or isinstance(value, str | int | float):
             return value
         if isinstance(value, list | tuple | set | frozenset) and depth < _MOST_DEEP:

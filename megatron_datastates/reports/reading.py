@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -315,9 +314,14 @@ def _field(value: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     kinds = tuple(kind for name in declared.split(" | ") for kind in _KINDS[name])
     if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
         raise ValueError(f"its {field.name!r} is {found!r}, expected {declared}")
-    if isinstance(found, float) and not math.isfinite(found):
+    if isinstance(found, int | float) and not _is_finite(found):
         raise ValueError(f"its {field.name!r} is {found!r}, expected a finite number")
     return found
+
+
+def _is_finite(number: float) -> bool:
+    """Returns whether a number is finite as a float: JSON may have integers of thousands of digits."""
+    return -1e300 < number < 1e300
 
 
 def _numbers(found: Mapping[str, Any], name: str, *, is_nested: bool) -> Mapping[str, Any]:
@@ -334,7 +338,7 @@ def _numbers(found: Mapping[str, Any], name: str, *, is_nested: bool) -> Mapping
 
 
 def _number(found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    if isinstance(found, bool) or not isinstance(found, int | float) or not _is_finite(found):
         raise ValueError(f"{found!r} is not a finite number")
     return float(found)
 

@@ -183,6 +183,18 @@ def test_arguments_that_share_their_parts_are_not_read_for_ever(is_path: bool) -
         arguments_in(archive(program(body)), "here")
 
 
+def test_arguments_of_very_many_classes_are_refused() -> None:
+    body = b"]" + b"".join(b"cm\n%d\n0" % one for one in range(10_100))
+    with pytest.raises(UnsafeObjectError, match="names more than 10000 classes"):
+        arguments_in(archive(program(body)), "here")
+
+
+def test_a_very_long_number_in_arguments_is_shown_by_its_size() -> None:
+    data = stored([{"args": argparse.Namespace(a=1 << 100_000, b=[{1 << 100_000: 1}])}])
+    long = "a number of 100001 bits"
+    assert arguments_in(data, "here") == {"a": long, "b": [{long: 1}]}
+
+
 def test_sets_and_paths_in_arguments_are_read() -> None:
     data = stored([{"args": argparse.Namespace(a={3}, b=frozenset({"x"}), c=Path("/a/b"), d={"k": [1]})}])
     assert arguments_in(data, "here") == {
