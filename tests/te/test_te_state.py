@@ -101,9 +101,12 @@ def replace_weight(layer: TransformerEngineBaseModule, made: QuantizedTensor) ->
 
 
 def dequantize_mxfp8(tensor: Any, dtype: Any) -> torch.Tensor:
-    """Does as the kernel of that name: codes times powers of two (OCP Microscaling Formats 1.0)."""
+    """Does as the kernel of that name: codes times powers of two (OCP Microscaling Formats 1.0).
+
+    Codes may have further dimensions, as torch_dist's shards of a layer do.
+    """
     codes, scales = tensor._rowwise_data, tensor._rowwise_scale_inv
-    rows, columns = codes.shape[-2], codes.shape[-1] // MXFP8_BLOCK  # torch_dist's shards have one dimension more
+    rows, columns = codes.shape[-2], codes.shape[-1] // MXFP8_BLOCK
     powers = torch.exp2(scales[:rows, :columns].float() - 127).repeat_interleave(MXFP8_BLOCK, 1)
     return (codes.view(torch.float8_e4m3fn).float() * powers).bfloat16()
 
