@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings/gil.h"
 #include "os/fork.h"
 
 namespace datastates {
@@ -23,7 +24,7 @@ class AtHome {
     if (!home_.IsHere()) {
       Leak(std::move(object_));
     } else {
-      nb::gil_scoped_release release;
+      const WithoutGil without_gil;
       object_.reset();
     }
   }

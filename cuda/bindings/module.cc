@@ -11,6 +11,7 @@
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
 #include "bindings/failure.h"
+#include "bindings/gil.h"
 #include "bindings/home.h"
 #include "bindings/numbers.h"
 #include "bindings/reader.h"
@@ -88,7 +89,7 @@ class EngineHandle : public AtHome<Engine> {
 
  private:
   static bool CloseWithinSlice(std::shared_ptr<Engine>* engine) {
-    nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
     engine->reset();
     return true;
@@ -157,7 +158,7 @@ void BindEngine(nb::module_& module) {
             Batch batch = MakeBatch(0, end, engine->options().slot_bytes, true,
                                     {sources, bytes, offsets, row_bytes, row_steps, storages, flags},
                                     engine->NextSeed());
-            nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             return engine->Start(path.string(), reserve_bytes, std::move(batch), output,
                                  reinterpret_cast<CuStream>(stream), lazy_seconds);
           },
@@ -178,7 +179,7 @@ void BindEngine(nb::module_& module) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(begin, end, engine->options().slot_bytes, false,
                                     {sources, bytes, offsets, row_bytes, row_steps, storages, flags}, 0);
-            nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             engine->Append(job, std::move(batch));
           },
           nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "row_bytes"_a,
@@ -215,7 +216,7 @@ void BindJob(nb::module_& module) {
           [](SaveJob& self, Milestone milestone, double seconds) {
             // A look keeps the GIL: another thread could hold it for milliseconds.
             if (seconds <= 0) return self.Wait(milestone, 0);
-            nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             return self.Wait(milestone, seconds);
           },
           "milestone"_a, "seconds"_a)
@@ -223,10 +224,10 @@ void BindJob(nb::module_& module) {
       .def(
           "hold_back",
           [](SaveJob& self, uintptr_t stream) { self.HoldBack(reinterpret_cast<CuStream>(stream)); },
-          "stream"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("stream_waited", &SaveJob::StreamWaited, nb::call_guard<nb::gil_scoped_release>())
+          "stream"_a, nb::call_guard<WithoutGil>())
+      .def("stream_waited", &SaveJob::StreamWaited, nb::call_guard<WithoutGil>())
       .def("cancel", &SaveJob::Cancel, "reason"_a)
-      .def("remove", &SaveJob::Remove, nb::call_guard<nb::gil_scoped_release>())
+      .def("remove", &SaveJob::Remove, nb::call_guard<WithoutGil>())
       .def("status", &StatusDict)
       .def("block_digests",
            [](const SaveJob& self) {

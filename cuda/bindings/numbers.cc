@@ -5,6 +5,7 @@
 
 #include <tuple>
 
+#include "bindings/gil.h"
 #include "numbers/numbers.h"
 
 namespace nb = nanobind;
@@ -24,7 +25,7 @@ std::tuple<uint64_t, double, double, uint64_t, double, double> Compare(NumberKin
                                                                        const Bytes& right) {
   if (left.size() != right.size()) throw nb::value_error("expected as many bytes on both sides");
   const size_t count = CountOf(kind, left);
-  nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const Drift drift = CompareNumbers(kind, left.data(), right.data(), count);
   return {drift.changed,    drift.largest_absolute, drift.largest_relative,
           drift.not_finite, drift.squares_apart,    drift.squares_first};
@@ -32,7 +33,7 @@ std::tuple<uint64_t, double, double, uint64_t, double, double> Compare(NumberKin
 
 std::tuple<uint64_t, uint64_t, double, double, double, double> Summarize(NumberKind kind, const Bytes& data) {
   const size_t count = CountOf(kind, data);
-  nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   const Statistics found = SummarizeNumbers(kind, data.data(), count);
   return {found.finite, found.nans, found.minimum, found.maximum, found.total, found.squares};
 }

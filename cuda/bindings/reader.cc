@@ -14,6 +14,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/failure.h"
+#include "bindings/gil.h"
 #include "bindings/home.h"
 #include "engine/reader.h"
 
@@ -53,14 +54,14 @@ void BindReader(nb::module_& module) {
           "wait",
           [](const JobHandle& self, double seconds) {
             const auto job = self.get();
-            nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             return job->Wait(seconds);
           },
           "seconds"_a)
       .def("close",
            [](const JobHandle& self) {
              const auto job = self.get();
-             nb::gil_scoped_release release;
+             const WithoutGil without_gil;
              job->Close();
            })
       .def("result", &ResultTuple);
@@ -87,7 +88,7 @@ void BindReader(nb::module_& module) {
                           file_steps(i), targets(i), target_steps(i), (flags(i) & kDeviceFlag) != 0};
             }
             std::vector<ReadFile> sources = MakeFiles(tuples);
-            nb::gil_scoped_release release;
+            const WithoutGil without_gil;
             ReadPlan plan(std::move(sources), std::move(spans), reader->options().slot_bytes);
             auto job = std::make_shared<ReadJob>(reader, std::move(plan), reinterpret_cast<CuStream>(stream));
             return std::make_unique<JobHandle>("reader", std::move(job));

@@ -77,6 +77,10 @@ bool Engine::CloseWithin(double seconds) {
     stop_staging_ = true;
     stage_wake_.NotifyAll();
   }
+  // Else a thread that the system runs late would find nobody who takes what it has to hand on.
+  while (begun_ != threads_.size()) {
+    if (!ended_.WaitUntil(mutex_, deadline)) return false;
+  }
   // In this order: a chunk that one kind of thread has filled needs the next kind to return its slot.
   if (!AwaitEnd(staging_, deadline)) return false;
   stop_awaiting_ = true;
@@ -90,6 +94,12 @@ bool Engine::CloseWithin(double seconds) {
     if (thread.joinable()) thread.join();
   }
   return true;
+}
+
+void Engine::NoteBegin(int* threads) {
+  ++*threads;
+  ++begun_;
+  ended_.NotifyAll();
 }
 
 bool Engine::AwaitEnd(const int& threads, Clock::time_point deadline) {

@@ -142,6 +142,7 @@ class Engine {
   std::deque<QueuedBatch>::iterator Choose(Clock::time_point* later) REQUIRES(mutex_);
   static Task NextOf(const QueuedBatch& queued);
   bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
+  void NoteBegin(int* threads) REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.
   bool AwaitEnd(const int& threads, Clock::time_point deadline) REQUIRES(mutex_);
   template <typename Item>
@@ -174,7 +175,8 @@ class Engine {
   NumaNode node_;  // of the copier's device; constant from the first device job on
 
   Mutex mutex_;
-  CondVar stage_wake_, await_wake_, write_wake_, ended_;
+  CondVar stage_wake_, await_wake_, write_wake_;
+  CondVar ended_;  // a thread has come to its loop, or left it
   std::deque<QueuedBatch> queue_ GUARDED_BY(mutex_);
   std::vector<const SaveJob*> blocked_ GUARDED_BY(mutex_);  // in Choose; has room for every batch of queue_
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
@@ -186,6 +188,7 @@ class Engine {
   bool stop_staging_ GUARDED_BY(mutex_) = false;
   bool stop_awaiting_ GUARDED_BY(mutex_) = false;
   bool stop_writing_ GUARDED_BY(mutex_) = false;
+  size_t begun_ GUARDED_BY(mutex_) = 0;  // threads that have come to their loops
   // Threads in their loops.
   int staging_ GUARDED_BY(mutex_) = 0, awaiting_ GUARDED_BY(mutex_) = 0, writing_ GUARDED_BY(mutex_) = 0;
   std::vector<std::thread> threads_;  // constant after construction

@@ -89,7 +89,7 @@ void Engine::StageLoop() {
   NameThread("ds-stage");
   YieldToWakers();
   MutexLock lock(mutex_);
-  ++staging_;
+  NoteBegin(&staging_);
   while (true) {
     QueuedBatch taken;
     Task task = Task::kStage;
@@ -251,7 +251,7 @@ void Engine::AwaitLoop() {
   NameThread("ds-await");
   YieldToWakers();
   MutexLock lock(mutex_);
-  ++awaiting_;
+  NoteBegin(&awaiting_);
   while (true) {
     if (in_flight_.empty()) {
       if (stop_awaiting_) break;
@@ -290,7 +290,7 @@ void Engine::WriteLoop() {
   NameThread("ds-write");
   YieldToWakers();
   MutexLock lock(mutex_);
-  ++writing_;
+  NoteBegin(&writing_);
   while (true) {
     // Footers come first, so that a save does not wait for the data of the next one.
     if (const auto footer = FirstReady(footers_); footer != footers_.end()) {

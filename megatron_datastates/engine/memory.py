@@ -131,9 +131,10 @@ def _number(path: Path) -> int:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        text = os.fsdecode(path.read_bytes())  # names of mounts need not be UTF-8
     except OSError:
         return []
+    return [line for line in text.split("\n") if line]
 
 
 def _unescaped(path: str) -> str:

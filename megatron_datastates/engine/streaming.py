@@ -103,7 +103,7 @@ class StreamedFile:
         self._end = 0
 
     def put(self, *buffers: npt.NDArray[np.uint8]) -> None:
-        """Appends buffers, a multiple of 4 KiB together; returns when they are staged and may change."""
+        """Appends buffers, a multiple of 4 KiB together; returns, or raises, once they may change."""
         sizes = np.array([len(buffer) for buffer in buffers], np.uint64)
         ends = self._end + np.cumsum(sizes, dtype=np.uint64)
         begin, self._end = self._end, int(ends[-1])
@@ -122,8 +122,8 @@ class StreamedFile:
                 )
         else:
             self._engine.native.append(job=self._job, begin=begin, end=self._end, **copies)
-        for milestone in (native.Milestone.STAGED, native.Milestone.APPENDED):
-            self._wait(self._job, milestone)
+        # In this order: once the file has failed, only STAGED waits until nothing reads the buffers.
+        self._wait(self._job, native.Milestone.APPENDED, native.Milestone.STAGED)
 
     def checksums(self) -> bytes:
         """Waits until all blocks are written; returns their checksums (none if the options disable them)."""
@@ -145,9 +145,10 @@ class StreamedFile:
             self._engine.remove(self._job)
             self._job = None
 
-    def _wait(self, job: native.SaveJob, milestone: native.Milestone) -> None:
-        while not job.wait(milestone, native.SLICE_SECONDS):
-            pass
+    def _wait(self, job: native.SaveJob, *milestones: native.Milestone) -> None:
+        for milestone in milestones:
+            while not job.wait(milestone, native.SLICE_SECONDS):
+                pass
         error = job.status()["error"]
         if error is not None:
             raise native.error_of(error)

@@ -99,6 +99,15 @@ def test_v2_above_high_the_kernel_reclaims(machine: Machine) -> None:
     assert machine.free() == 3 * GIB
 
 
+@pytest.mark.parametrize("name", [b"donn\xe9es", b"a\x0bb", "a\u2028b".encode()])
+def test_mounts_of_any_name_are_passed_over(machine: Machine, name: bytes) -> None:
+    machine.runs_in("0::/")
+    v2(machine.mount("unified", "cgroup2"), 10 * GIB, 4 * GIB)
+    mounts = machine.proc / "self" / "mountinfo"
+    mounts.write_bytes(b"41 31 8:1 / /mnt/" + name + b" rw - ext4 /dev/sda1 rw\n" + mounts.read_bytes())
+    assert machine.free() == 6 * GIB
+
+
 def test_v1_nested_group_is_found(machine: Machine) -> None:
     machine.runs_in("4:cpu,memory:/batch/job 7", "3:cpuset:/", "0::/")
     machine.mount("unified", "cgroup2")

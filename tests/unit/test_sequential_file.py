@@ -7,12 +7,16 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_datastates.engine import native
 from megatron_datastates.engine.staging import StagingEngine
-from megatron_datastates.engine.streaming import SequentialFile
+from megatron_datastates.engine.streaming import SequentialFile, StreamedFile
+from megatron_datastates.errors import FailedCallError
 from megatron_datastates.files import is_in_memory
 from tests.unit.states import OPTIONS
 
@@ -78,6 +82,33 @@ def test_a_file_that_cannot_be_written_raises_and_is_removed(tmp_path: Path) -> 
     file.remove()
     failing.close()
     assert not (tmp_path / "file").exists()
+
+
+class _FailsWhileItReads:
+    """A job of the engine, one of whose writes fails while a later piece is being copied."""
+
+    def __init__(self) -> None:
+        self.failed, self.reads = False, 3
+
+    def wait(self, milestone: native.Milestone, seconds: float) -> bool:
+        if milestone is native.Milestone.APPENDED:
+            self.failed = True
+        elif self.failed:
+            self.reads = max(self.reads - 1, 0)
+        return milestone is not native.Milestone.STAGED or not self.failed or self.reads == 0
+
+    def status(self) -> dict[str, object]:
+        return {"error": native.NativeError(errno.EIO, "Input/output error") if self.failed else None}
+
+
+def test_a_piece_is_not_read_any_more_once_its_write_has_raised(tmp_path: Path) -> None:
+    """Its memory is the caller's, who may free it before the file is removed."""
+    job = _FailsWhileItReads()
+    engine: Any = SimpleNamespace(native=SimpleNamespace(start=lambda **_: job))
+    file = StreamedFile(engine, tmp_path / "file", 0)
+    with pytest.raises(FailedCallError, match="Input/output error"):
+        file.put(np.zeros(BUFFER, np.uint8))
+    assert job.reads == 0
 
 
 def test_a_short_file_that_cannot_be_synced_is_removed(
