@@ -146,6 +146,7 @@ def by_branch(
 ) -> list[int]:
     """Returns iterations, newest first; those of branches that were left come after all others.
 
+    So do those whose optimizer's state was removed: no job resumes from them.
     Reads that of the tracked checkpoint first. If it names all that its job and those before it went on from,
     a few others suffice, read at a time until enough are found: they are large where a run has many ranks.
     Otherwise all are read. What neither these nor the run's list of jobs says is not known.
@@ -193,6 +194,8 @@ def has_later_save(directory: Path, save_id: SaveId) -> bool:
 
 
 def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
+    if point is not None and point.is_without_optimizer:
+        return True  # its new save id is in no history
     if point is None or point.save_id is None or point.ancestors is None:
         return False
     if last is not None and last.knows_its_ancestors:
