@@ -34,7 +34,7 @@ class FallbackSearch:
 
     iteration: int | None = None  # the newest undamaged one
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
-    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged
+    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged or not read
     other: int | None = None  # the newest that is newer than that, and of another format: it was not verified
 
 
