@@ -30,13 +30,22 @@ from megatron_datastates.convert.uploads import upload_files
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import OptionError, StorageError
-from megatron_datastates.files import MANIFEST_BYTES, Status, open_regular, read_regular, status_of
+from megatron_datastates.files import (
+    MANIFEST_BYTES,
+    Status,
+    is_object,
+    names_in,
+    open_regular,
+    read_regular,
+    status_of,
+)
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import DROPPED, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publishing.documents import releases
 from megatron_datastates.pipeline.publishing.layouts import merge_layouts
+from megatron_datastates.pipeline.publishing.presence import missing_files
 
 _COPIED_BYTES = 8 << 20  # of a file, in one go
 _FIRST_NEW = 1000  # of a rank's new files: a save by DCP numbers its few files from 0, and reuses those names
@@ -164,6 +173,8 @@ class _OwnFiles(Rewriting):
         write_whole(directory / entry.name, merged.encoded, faults, self._save_id)
         faults.point("publish weights")
         self._require_unchanged()
+        if not is_object(directory):
+            _refuse_gone(directory, missing_files(directory, manifest))
         self.is_sent = True
         write_whole(directory / MANIFEST_NAME, manifest.encode(), faults, self._save_id)
 
@@ -253,10 +264,12 @@ class _DcpFiles(Rewriting):
         kept = {key for part in parts for key, n, _ in part if n is not None}
         tensors = {key: entry for key, entry in self._source.tensors.items() if key in kept}
         index = encode_index(tensors, parts, self._source.dcp_facts)
+        directory = self._source.directory
         faults.point("publish weights")
         self._require_unchanged()
+        _refuse_gone(directory, set(map(self.new_name, written)).difference(names_in(directory)))
         self.is_sent = True
-        write_whole(self._source.directory / TORCH_DIST_INDEX, index, faults, self._save_id)
+        write_whole(directory / TORCH_DIST_INDEX, index, faults, self._save_id)
 
     def _require_unchanged(self) -> None:
         """Raises StorageError if a save, which uses the same names again, has written to what was read."""
@@ -264,6 +277,14 @@ class _DcpFiles(Rewriting):
         for name in (TORCH_DIST_INDEX, *self.names):
             if status_of(directory / name) != self._seen.get(name):
                 raise StorageError(f"{directory} was not rewritten: a save has written {name} meanwhile")
+
+
+def _refuse_gone(directory: Path, gone: Collection[str]) -> None:
+    """Raises StorageError for files that were written: a file system without locks lets two calls rewrite."""
+    if gone:
+        raise StorageError(
+            f"{directory} was not rewritten: {min(gone)} is gone: another call may be rewriting it"
+        )
 
 
 def _new_names(names: Sequence[str], existing: Collection[str]) -> list[str]:

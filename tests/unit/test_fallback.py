@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.upkeep.fallback import FallbackSearch, find_older_checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
+from tests.support.capabilities import bound_by_permissions
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL, data_files
 
@@ -71,6 +73,29 @@ def test_what_was_not_published_is_not_looked_at(tmp_path):
     make(tmp_path, 1, 2, 4)
     (tmp_path / "iter_0000002" / "datastates.manifest").unlink()
     assert look(tmp_path, 4, 1) == FallbackSearch(1, True, [])
+
+
+def test_one_that_cannot_be_looked_at_is_not_passed_over_in_silence(tmp_path, caplog):
+    make(tmp_path, 1, 2, 4)
+    hidden = tmp_path / "iter_0000002"
+    with bound_by_permissions():
+        hidden.chmod(0)
+        found = look(tmp_path, 4, 9)
+    hidden.chmod(0o755)
+    assert found == FallbackSearch(1, True, [2])
+    assert f"{hidden} cannot be listed: Permission denied" in caplog.text
+
+
+def test_one_without_its_optimizer_comes_last_and_is_said_to_be_that(tmp_path):
+    make(tmp_path, 1, 4)
+    weights = tmp_path / "iter_0000002"
+    ds.save({"w": torch.ones(9), "optimizer.state.exp_avg.w": torch.ones(9)}, weights, **SMALL)
+    plan = plan_drop(weights)
+    assert plan is not None
+    drop_optimizer(plan)
+    assert look(tmp_path, 4, 9) == FallbackSearch(1)
+    damage(tmp_path, 1)
+    assert look(tmp_path, 4, 9) == FallbackSearch(2, True, [1], is_without_optimizer=True)
 
 
 def test_nothing_is_older_than_what_is_no_iteration(tmp_path):

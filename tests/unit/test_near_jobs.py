@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_datastates.errors import FormatError
+from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near import job_notes
@@ -201,9 +202,22 @@ def test_what_is_not_known_before_a_checkpoint_is_not_called_left() -> None:
     assert History([jobs], [last]).passed_by(Point(100, SaveId(A, 1), ())) is None
 
 
-@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize(
+    ("is_listed", "tracked", "expected", "reads"),
+    [
+        (True, "", [6, 5], 59),
+        (False, "", [6, 5], 59),
+        (False, "6", [6, 5], 60),
+        (False, "59", [59, 58], 17),
+    ],
+)
 def test_a_branch_of_many_checkpoints_that_was_left(
-    is_listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_listed: bool,
+    tracked: str,
+    expected: list[int],
+    reads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     points = {n: Point(n, SaveId(A, n), ()) for n in range(1, 60)}
     points[6] = Point(6, SaveId(B, 1), (Ancestor(5, str(SaveId(A, 5))),))
@@ -216,9 +230,9 @@ def test_a_branch_of_many_checkpoints_that_was_left(
     monkeypatch.setattr(history, "known_point", known_point)
     if is_listed:
         note_job(tmp_path, SaveId(B, 1), 5, [Job(A, 0)], SaveId(A, 5))
-    found = by_branch(tmp_path, dict.fromkeys(points, tmp_path), 2)
-    assert found == ([6, 5] if is_listed else [59, 58])
-    assert len(read) == (59 if is_listed else 16), "of large manifests, as few as say it"
+    (tmp_path / TRACKER_NAME).write_text(tracked)
+    assert by_branch(tmp_path, dict.fromkeys(points, tmp_path), 2) == expected
+    assert len(read) == reads, "of large manifests, as few as say it"
     assert by_branch(tmp_path, dict.fromkeys([4, 5, 7], tmp_path), 2, points[6]) == [5, 4]
 
 

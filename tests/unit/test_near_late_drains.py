@@ -282,6 +282,22 @@ def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_re
     assert has_failed.is_set() and tracker.read_text() == "2"
 
 
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_what_is_being_saved_again_is_not_deleted_where_few_checkpoints_are_kept(
+    is_saved_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rollback from 200, save 150 is published while save 200 is being written."""
+    monkeypatch.setattr(training_near, "_tracked", {})
+    left = Nodes(tmp_path)
+    saved_before(with_tracker(left), 200)
+    left.close()
+    own = left.directory(200) / SaveId(1, 2).data_file_name(0)
+    if is_saved_again:
+        own.touch()
+    training_near._track(left.run, 150, SaveId(1, 1), 1000, 1, False)
+    assert tracked(left) == 150 and left.directory(200).exists() == own.exists() == is_saved_again
+
+
 def test_a_tracked_checkpoint_that_can_never_be_read_does_not_stop_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

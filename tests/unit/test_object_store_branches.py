@@ -10,7 +10,8 @@ import pytest
 from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.mcore.training.tracker import wrap_read_metadata
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
@@ -67,6 +68,23 @@ def test_a_rollback_of_what_is_in_the_store(store: ObjectStore, tmp_path: Path) 
     iteration, said = resume(job, job.roots[0])
     assert iteration == 7 and tracked(job) == "7", said
     assert resume(job, job.roots[1])[0] is None, "it is there now"
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_what_another_node_uploads_again_is_not_deleted_where_few_checkpoints_are_kept(
+    is_saved_again: bool, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's drain publishes 7 late: another node's has already uploaded its part of 10."""
+    monkeypatch.setattr(training_near, "_tracked", {})
+    first = StoreJob(tmp_path, A)
+    for iteration in (5, 10):
+        first.save(iteration)
+    first.track(10)
+    uploaded = first.directory(10) / SaveId(B, 2).data_file_name(1)
+    if is_saved_again:
+        stores.write(uploaded, b"part")
+    training_near._track(first.run, 7, SaveId(B, 1), 1000, 1, False)
+    assert tracked(first) == "7" and first.directory(10).exists() == uploaded.exists() == is_saved_again
 
 
 def test_a_rollback_that_a_node_has_not_seen(store: ObjectStore, tmp_path: Path, away: Path) -> None:

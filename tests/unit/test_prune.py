@@ -18,6 +18,7 @@ from megatron_datastates.errors import FormatError, NotACheckpointError, OptionE
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep.prune import prune
@@ -309,22 +310,41 @@ def test_what_was_removed_before_a_left_over_could_not_be_is_printed(root, monke
         assert "removed all 2 checkpoints, and 1 of 2 left-over files" in printed
 
 
-def test_after_a_rollback_the_present_branch_is_kept_first(tmp_path):
-    """100 to 200 were saved; then another job resumed from 100."""
+def roll_back(root, left):
+    """Saves 100 and what is `left`; then, as another job that resumed from 100, 110 and 120."""
     first, origin = None, ()
-    for numbers in ((100, 160, 180, 200), (110, 120)):
+    state = {"w": torch.ones(10), "optimizer.state.exp_avg.w": torch.ones(10)}
+    for numbers in ((100, *left), (110, 120)):
         saver = new_saver()
         for number in numbers:
-            saved = save(saver, place(tmp_path, number), {"w": torch.ones(10)}).save.context.save_id
-            path = place(tmp_path, number) / MANIFEST_NAME
+            saved = save(saver, place(root, number), state).save.context.save_id
+            path = place(root, number) / MANIFEST_NAME
             manifest = Manifest.decode(path.read_bytes(), "")
             changed = msgspec.structs.replace(manifest, ancestors=origin, iteration=number)
             path.write_bytes(changed.encode())
             first = Ancestor(100, str(saved)) if number == 100 else first
         origin = (first,)
         saver.close()
-    (tmp_path / TRACKER_NAME).write_text("120")
+    (root / TRACKER_NAME).write_text("120")
+    for path in root.rglob("*"):
+        age(path, 7200)
+
+
+@pytest.mark.parametrize("left", [[160, 180, 200], [*range(162, 202, 2)]])
+def test_after_a_rollback_the_present_branch_is_kept_first(left, tmp_path):
+    roll_back(tmp_path, left)
+    assert removed(tmp_path, keep_last=2) == [100, *left]
+    assert removed(tmp_path, keep_last=4) == left[:-1]
+
+
+def test_what_has_lost_its_optimizer_is_none_of_the_last(tmp_path):
+    """It has a save id of its own, so no manifest says that its branch was left."""
+    roll_back(tmp_path, [160, 200])
+    drop = ("prune", tmp_path, "--keep-last", "2", "--drop-optimizer", "--yes", "--json")
+    found = [json.loads(command.run(*drop)[1]) for _ in range(2)]
+    assert [numbers(one["dropped"]) for one in found] == [[100, 160, 200], []]
     for path in tmp_path.rglob("*"):
         age(path, 7200)
-    assert removed(tmp_path, keep_last=2) == [100, 160, 180, 200]
-    assert removed(tmp_path, keep_last=4) == [160, 180]
+    assert removed(tmp_path, keep_last=2) == [100, 160, 200]
+    (tmp_path / TRACKER_NAME).write_text("")
+    assert resumable(tmp_path) == 120

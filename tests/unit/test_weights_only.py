@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import pickle
 import shutil
@@ -311,6 +312,26 @@ def test_two_calls_do_not_rewrite_the_same_checkpoint(root: Path) -> None:
     ):
         drop(place(root, 1))
     require_good(place(root, 1))
+
+
+def test_two_calls_cost_no_weights_where_nothing_is_locked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a file system without locks, or with locks of one node: the second call removes new files."""
+    path, calls, sync = place(root, 1), itertools.count(), weights_only.sync_directory
+    before = contents(open_source(path))
+
+    def finish_before_the_index(directory: Path) -> None:
+        if next(calls) == 1:  # after that of the journal
+            assert finish_drop(path)
+        sync(directory)
+
+    monkeypatch.setattr(weights_only, "lock", lambda descriptor: True)
+    monkeypatch.setattr(weights_only, "sync_directory", finish_before_the_index)
+    with pytest.raises(StorageError, match="is gone: another call may be rewriting it"):
+        drop(path)
+    require_good(path)
+    assert contents(open_source(path)) == before
 
 
 def test_what_holds_only_an_optimizer_is_refused(tmp_path: Path) -> None:

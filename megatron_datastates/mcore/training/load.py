@@ -365,9 +365,9 @@ def _advice(load: state.Load) -> str:
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
         return f"No older checkpoint in {root} verifies ({looked}).{other}"
-    first = ""
+    first = " --no-load-optim, as its optimizer's state was removed" if found.is_without_optimizer else ""
     if getattr(args, "non_persistent_ckpt_type", None) is not None:
-        first = ", without --non-persistent-ckpt-type, which would load a newer one"
+        first += ", without --non-persistent-ckpt-type, which would load a newer one"
     how = "verifies" if found.has_checksums else "is complete, but its data has no checksums to verify"
     return (
         f"{iteration_name(found.iteration)} {how}: resume with --ckpt-step {found.iteration}{first}.{other}"

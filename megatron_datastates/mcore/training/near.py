@@ -27,7 +27,7 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
-from megatron_datastates.pipeline.near.places import read_published, remove_folder
+from megatron_datastates.pipeline.near.places import read_published, remove_folder, save_ids_in
 from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
 
@@ -219,6 +219,8 @@ def _track(
     directory = run / iteration_name(before)
     if directory.is_symlink() or not is_complete(directory):
         return
+    if any(one.run_id == save_id.run_id and one.ordinal > save_id.ordinal for one in save_ids_in(directory)):
+        return  # after a rollback, this job is saving that iteration again
     try:
         remove_folder(directory)
     except OSError as error:

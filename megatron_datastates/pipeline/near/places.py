@@ -28,7 +28,14 @@ from pathlib import Path
 import msgspec
 
 from megatron_datastates.errors import DataStatesError, OptionError
-from megatron_datastates.files import MANIFEST_BYTES, is_object, path_of, put_back, read_regular
+from megatron_datastates.files import (
+    MANIFEST_BYTES,
+    is_object,
+    names_in,
+    path_of,
+    put_back,
+    read_regular,
+)
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
@@ -305,8 +312,8 @@ def folders_of_run(run: Path) -> list[Path]:
 
 
 def save_ids_in(folder: Path) -> set[SaveId]:
-    """Returns the saves that have files in a folder; none if it is gone."""
+    """Returns the saves that have files in a folder, or objects below a name; none if it is gone."""
     try:
-        return {save_id for name in os.listdir(folder) if (save_id := save_id_in_name(name))}
+        return {save_id for name in names_in(folder) if (save_id := save_id_in_name(name))}
     except FileNotFoundError:
         return set()

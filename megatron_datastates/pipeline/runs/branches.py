@@ -47,11 +47,13 @@ class Point:
     Attributes:
         save_id: None for a checkpoint in another format.
         ancestors: None if they are not known.
+        is_without_optimizer: whether the optimizer's state was removed since, so that no job resumes from it.
     """
 
     iteration: int
     save_id: SaveId | None
     ancestors: tuple[Ancestor, ...] | None
+    is_without_optimizer: bool = False
 
     @property
     def origin(self) -> int:
@@ -92,7 +94,7 @@ class Point:
 def point_of(manifest: Manifest, iteration: int) -> Point:
     """Returns where the checkpoint of a manifest stands."""
     ancestors = None if manifest.ancestors is msgspec.UNSET else manifest.ancestors
-    return Point(iteration, manifest.save_id, ancestors)
+    return Point(iteration, manifest.save_id, ancestors, manifest.is_without_optimizer)
 
 
 def point_in(directory: Path, iteration: int) -> Point | None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.runs.branches import Point, known_point, point_in
 from megatron_datastates.pipeline.runs.jobs import MOST_JOBS, Job, jobs_in
+from megatron_datastates.pipeline.runs.runs import tracked_iteration
 
 _READ_AT_A_TIME = 16  # manifests
 
@@ -144,8 +146,10 @@ def by_branch(
 ) -> list[int]:
     """Returns iterations, newest first; those of branches that were left come after all others.
 
-    Reads a few manifests at a time, until it has found enough: they are large where a run has many ranks.
-    What neither these nor the run's list of jobs says is not known.
+    So do those whose optimizer's state was removed: no job resumes from them.
+    Reads that of the tracked checkpoint first. If it names all that its job and those before it went on from,
+    a few others suffice, read at a time until enough are found: they are large where a run has many ranks.
+    Otherwise all are read. What neither these nor the run's list of jobs says is not known.
 
     Args:
         directories: of complete checkpoints.
@@ -154,14 +158,19 @@ def by_branch(
     """
     numbers, points = sorted(directories, reverse=True), dict[int, Point | None]()
     lists, kept = list[Sequence[Job]](), list[int]()
+    tracked = tracked_iteration(run / TRACKER_NAME)
+    present = None
+    if tracked is not None and tracked in directories:
+        present = known_point(directories[tracked], tracked)
+    is_known = any(point is not None and point.knows_its_ancestors for point in (present, last))
     with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
         lists.append(jobs_in(run))
     for begin in range(0, len(numbers), _READ_AT_A_TIME):
         some = numbers[begin : begin + _READ_AT_A_TIME]
         points |= {number: known_point(directories[number], number) for number in some}
-        history = History(lists, filter(None, points.values()))
+        history = History(lists, filter(None, [*points.values(), present]))
         kept = [number for number, point in points.items() if not _is_left(point, history, last)]
-        if len(kept) >= most:
+        if is_known and len(kept) >= most:
             break
     return [*kept, *(number for number in numbers if number not in kept)][:most]
 
@@ -185,6 +194,8 @@ def has_later_save(directory: Path, save_id: SaveId) -> bool:
 
 
 def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
+    if point is not None and point.is_without_optimizer:
+        return True  # its new save id is in no history
     if point is None or point.save_id is None or point.ancestors is None:
         return False
     if last is not None and last.knows_its_ancestors:

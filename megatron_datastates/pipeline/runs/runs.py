@@ -98,10 +98,24 @@ def _directories(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
     """Returns the directories of all published datastates checkpoints right under `root`, by iteration.
 
+    With those that cannot be looked at now, as another user's: each may be one.
+
     Raises:
         OSError: `root` cannot be listed.
     """
-    return {one.number: one.path for one in find_iterations(root) if one.format == BACKEND and one.complete}
+    return {
+        one.number: one.path
+        for one in find_iterations(root)
+        if (one.format == BACKEND and one.complete) or _is_hidden(one.path)
+    }
+
+
+def _is_hidden(path: Path) -> bool:
+    try:
+        has_file(path / MANIFEST_NAME)
+    except OSError:
+        return True
+    return False
 
 
 def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:

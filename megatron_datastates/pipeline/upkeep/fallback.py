@@ -34,8 +34,9 @@ class FallbackSearch:
 
     iteration: int | None = None  # the newest undamaged one
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
-    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged
+    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged or not read
     other: int | None = None  # the newest that is newer than that, and of another format: it was not verified
+    is_without_optimizer: bool = False  # that one: its optimizer's state was removed
 
 
 def find_older_checkpoint(
@@ -56,6 +57,8 @@ def find_older_checkpoint(
         faults, unchecked = _verified(root / iteration_name(iteration), collectives, options)
         if not faults:
             found.iteration, found.has_checksums = iteration, not unchecked
+            point = known_point(root / iteration_name(iteration), iteration)
+            found.is_without_optimizer = point is not None and point.is_without_optimizer
             break
         found.damaged.append(iteration)
     other = _other_format(damaged, root, found.iteration or 0) if collectives.rank == 0 else _NONE
