@@ -22,7 +22,7 @@ from megatron_datastates.errors import (
     UnsupportedFormatError,
 )
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -157,6 +157,13 @@ def test_a_kill_leaves_no_manifest_or_a_whole_one(directory, point):
 def test_a_sound_manifest_is_left_alone(directory):
     assert "its manifest is undamaged" in refusal(directory)
     index_file(directory).unlink()
+    assert "its manifest is undamaged" in refusal(directory)
+
+
+def test_a_sound_manifest_that_names_files_of_two_saves_is_left_alone(directory):
+    """Advice to move the files of one of them away would damage the checkpoint."""
+    first = data_files(directory)[0]
+    shutil.copy(first, directory / SaveId(SAVE.run_id, SAVE.ordinal + 1).data_file_name(0))
     assert "its manifest is undamaged" in refusal(directory)
 
 

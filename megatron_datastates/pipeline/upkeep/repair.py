@@ -108,8 +108,9 @@ def repair(
     # What near tiers have of it would be read in place of the files that are to be checked.
     options = dataclasses.replace(options or Options.from_environment(), checksums=True, near="")
     path = path_of(directory)
-    footers = _sealed_files(path)
-    _refuse_sound_manifest(path)
+    names = _data_files(path)
+    _refuse_sound_manifest(path)  # before any advice about files that only a lost manifest would name
+    footers = _sealed_files(path, names)
     index, entry = _proven_index(path, list(footers.values()))
     notes: list[str] = []
     first = next(iter(footers.values()))
@@ -173,14 +174,18 @@ def _refuse_sound_manifest(path: Path) -> None:
 # -- data files -----------------------------------------------------------------------------------------
 
 
-def _sealed_files(path: Path) -> dict[str, Footer]:
-    """Returns the footers of all data files by name, in the order of a manifest, if they are of one save."""
+def _data_files(path: Path) -> list[str]:
     try:
         names = sorted(filter(is_data_file_name, names_in(path)))
     except OSError as error:
         raise NotACheckpointError(f"{path} cannot be listed: {error.strerror}") from error
     if not names:
         raise NotACheckpointError(f"{path} holds no data file of datastates: there is nothing to repair")
+    return names
+
+
+def _sealed_files(path: Path, names: Sequence[str]) -> dict[str, Footer]:
+    """Returns the footers of all data files by name, in the order of a manifest, if they are of one save."""
     saves = sorted({str(save_id_in_name(name)) for name in names})
     if len(saves) > 1:
         _refuse(
