@@ -361,7 +361,7 @@ class Checkpoint:
         return objects.stored(key)
 
     def open_stream(self, key: str) -> Iterator[memoryview]:
-        """Yields the bytes of a stream in buffers of at most 16 MiB, each valid until the next; checked.
+        """Yields the bytes of a stream in buffers of at most 16 MiB, checked.
 
         Raises:
             MissingKeyError: no such stream.
