@@ -29,7 +29,7 @@ from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.strides import overlaps_itself
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.loading.filling import Temporaries, copy_converted
+from megatron_datastates.pipeline.loading.filling import Temporaries, copy_converted, require_memory
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps
@@ -187,6 +187,7 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
+        require_memory(self.item.storage_index.fqn, target)
         same = checkpoint.is_same_dtype(self.item.storage_index.fqn, self.torch_dtype, target.dtype)
         memory = target if same and _fits_in_place(target, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)

@@ -75,6 +75,16 @@ def test_a_target_without_memory_of_its_own_is_refused(
         ds.load(saved(tmp_path / "c", torch.arange(4.0)), into={"w": target})
 
 
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+@pytest.mark.parametrize("left_bytes", [0, 15])
+def test_a_target_that_ends_beyond_its_storage_is_refused(left_bytes: int, how: str, tmp_path: Path) -> None:
+    target = torch.zeros(4)
+    target.untyped_storage().resize_(left_bytes)  # as where a tensor is offloaded
+    error = MismatchError if how == "ours" else CheckpointException
+    with pytest.raises(error, match=f"'w': the target ends beyond its storage of {left_bytes} bytes"):
+        load(how, saved(tmp_path / "c", torch.arange(4.0)), target)
+
+
 def test_a_target_whose_rows_overlap_is_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path / "c", torch.arange(16.0).reshape(4, 4))
     with pytest.raises(MismatchError, match="'w': elements of the target share memory"):

@@ -156,6 +156,7 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
         raise MismatchError(
             f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
         )
+    require_memory(key, target)
     is_plain = type(target) in _PLAIN
     if not is_plain and hasattr(target, "to_local"):
         raise MismatchError(
@@ -175,6 +176,20 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
         and not target.is_conj()
         and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
     )
+
+
+def require_memory(key: str, target: torch.Tensor) -> None:
+    """Raises MismatchError for a target that ends beyond its storage: other memory would be written to."""
+    is_known = target.layout is torch.strided and target.device.type in ("cpu", "cuda")
+    if type(target) not in _PLAIN or not is_known:
+        return
+    end = target.storage_offset() + footprint_elements(target.shape, target.stride())
+    found = target.untyped_storage().nbytes()
+    if target.numel() and end * target.itemsize > found:
+        raise MismatchError(
+            f"tensor {key!r}: the target ends beyond its storage of {found} bytes: that was resized, as "
+            "where a tensor is offloaded; bring it back before the load"
+        )
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:
