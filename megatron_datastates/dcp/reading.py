@@ -29,7 +29,12 @@ from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.strides import overlaps_itself
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.loading.filling import Temporaries, copy_converted, require_memory
+from megatron_datastates.pipeline.loading.filling import (
+    Temporaries,
+    copy_converted,
+    require_memory,
+    sharing,
+)
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps
@@ -95,7 +100,11 @@ class CheckpointReader(FileSystemReader):
         boxes = [self._box(item, find) for item in tensors_asked]
         self.checkpoint.require({file for box in boxes for file in box.files})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
-        in_place, others = _resolve_in_place(boxes, planner, self.checkpoint)
+        found, others = _resolve_in_place(boxes, planner, self.checkpoint)
+        contiguous = [transfer for transfer in found if transfer.target.is_contiguous()]
+        shared = [contiguous[number] for number in sharing([one.target for one in contiguous])]
+        later = set(map(id, shared))
+        in_place = [transfer for transfer in found if id(transfer) not in later]
         tensors = [read for transfer in in_place for read in transfer.scheduled()]
         self.checkpoint.read([*stored.scheduled, *tensors], reader)
         values = stored.values()
@@ -103,6 +112,8 @@ class CheckpointReader(FileSystemReader):
             _hand_over(planner, item, values[item.storage_index.fqn])
         for transfer in in_place:
             transfer.complete(planner)
+        for transfer in shared:  # of what several have, the last one counts
+            self._read_group([transfer], planner, reader)
         others.sort(key=lambda box: box.place)
         temporaries = Temporaries(_TEMPORARY_BYTES)
         for group in _groups(

@@ -16,7 +16,7 @@ from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.pipeline.loading import filling
-from megatron_datastates.pipeline.loading.filling import fill
+from megatron_datastates.pipeline.loading.filling import fill, sharing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import hold_all
 from megatron_datastates.plan.coverage import coverage_faults
@@ -89,6 +89,28 @@ def test_a_target_whose_rows_overlap_is_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path / "c", torch.arange(16.0).reshape(4, 4))
     with pytest.raises(MismatchError, match="'w': elements of the target share memory"):
         ds.load(directory, into={"w": torch.as_strided(torch.zeros(10), (4, 4), (1, 1))})
+
+
+@pytest.mark.parametrize(("how", "counts"), [("ours", 1.0), ("dcp", 2.0)])  # DCP sorts keys
+def test_the_last_of_targets_that_share_memory_counts(how: str, counts: float, tmp_path: Path) -> None:
+    count = 1 << 20  # two threads would read both at once
+    ds.save({"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0), "c": torch.ones(8)}, tmp_path)
+    for _ in range(20):
+        memory = torch.zeros(count + 8)
+        into = {"c": memory[count:], "b": memory[:count], "a": memory[:count]}
+        if how == "ours":
+            ds.load(tmp_path, into=into)
+        else:
+            dcp.load(into, storage_reader=DataStatesReader(tmp_path), no_dist=True)
+        assert (memory[:count] == counts).all() and (memory[count:] == 1).all()
+
+
+def test_targets_that_share_memory_are_found_and_neighbours_are_not() -> None:
+    memory = torch.zeros(16)
+    targets = [memory[4:8], memory[:4], memory[8:8], memory[8:12], memory[10:11], memory[11:16], memory[15:]]
+    assert sharing(targets) == [3, 4, 5, 6]
+    assert sharing([memory, memory]) == [0, 1]
+    assert sharing([memory]) == sharing([]) == []
 
 
 def test_a_target_made_in_inference_mode_is_filled_with_converted_values(tmp_path: Path) -> None:
