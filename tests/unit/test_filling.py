@@ -20,7 +20,7 @@ from megatron_datastates.pipeline.loading.filling import fill, sharing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import hold_all
 from megatron_datastates.plan.coverage import coverage_faults
-from megatron_datastates.providers.base import Place
+from megatron_datastates.providers.base import Place, TensorSource
 from tests.unit.states import SMALL
 
 
@@ -103,6 +103,26 @@ def test_the_last_of_targets_that_share_memory_counts(how: str, counts: float, t
         else:
             dcp.load(into, storage_reader=DataStatesReader(tmp_path), no_dist=True)
         assert (memory[:count] == counts).all() and (memory[count:] == 1).all()
+
+
+class Row:
+    """A provider of one row of a matrix, which it holds without the other dimension."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.source = TensorSource("row", tensor, place=Place((1, 3), (0, 0), (1, 3)))
+
+    def entries(self) -> list[TensorSource]:
+        return [self.source]
+
+    def restore(self, reader: Any) -> None:
+        reader.read_into({"row": self.source})
+
+
+def test_a_tensor_with_fewer_dimensions_than_its_place_is_restored_as_it_was_saved(tmp_path: Path) -> None:
+    ds.save({"rows": Row(torch.arange(3.0))}, tmp_path)
+    target = torch.zeros(6)
+    ds.load(tmp_path, into={"rows": Row(target[::2])})
+    assert target.tolist() == [0, 0, 1, 0, 2, 0]
 
 
 def test_targets_that_share_memory_are_found_and_neighbours_are_not() -> None:
