@@ -283,6 +283,8 @@ class _Transfer:
 
     def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None
+        if self.memory is self.target:  # native code fills it: autograd refuses to use it as it was
+            torch.autograd.graph.increment_version(self.target)
         for reads in self.box.plan(self.start, tuple(self.memory.shape), self.memory.stride()):
             yield ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
 

@@ -105,6 +105,15 @@ def test_the_last_of_targets_that_share_memory_counts(how: str, counts: float, t
         assert (memory[:count] == counts).all() and (memory[count:] == 1).all()
 
 
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_a_backward_pass_does_not_use_what_a_load_has_replaced(how: str, tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    loss = (weight * torch.ones(4, requires_grad=True)).sum()
+    load(how, saved(tmp_path / "c", torch.arange(4.0)), weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 class Row:
     """A provider of one row of a matrix, which it holds without the other dimension."""
 

@@ -97,6 +97,8 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
             else:
                 others += _pieces(checkpoint, key, place, target)
         shared = sharing(in_place)
+    for target in in_place:  # native code fills it: autograd refuses to use it as it was
+        torch.autograd.graph.increment_version(target)
     reader = checkpoint.new_reader()
     checkpoint.read(
         [read for number, reads in enumerate(planned) if number not in shared for read in reads], reader
