@@ -29,7 +29,12 @@ from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.strides import overlaps_itself
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.loading.filling import Temporaries, copy_converted
+from megatron_datastates.pipeline.loading.filling import (
+    Temporaries,
+    copy_converted,
+    require_memory,
+    sharing,
+)
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps
@@ -95,7 +100,11 @@ class CheckpointReader(FileSystemReader):
         boxes = [self._box(item, find) for item in tensors_asked]
         self.checkpoint.require({file for box in boxes for file in box.files})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
-        in_place, others = _resolve_in_place(boxes, planner, self.checkpoint)
+        found, others = _resolve_in_place(boxes, planner, self.checkpoint)
+        contiguous = [transfer for transfer in found if transfer.target.is_contiguous()]
+        shared = [contiguous[number] for number in sharing([one.target for one in contiguous])]
+        later = set(map(id, shared))
+        in_place = [transfer for transfer in found if id(transfer) not in later]
         tensors = [read for transfer in in_place for read in transfer.scheduled()]
         self.checkpoint.read([*stored.scheduled, *tensors], reader)
         values = stored.values()
@@ -103,6 +112,8 @@ class CheckpointReader(FileSystemReader):
             _hand_over(planner, item, values[item.storage_index.fqn])
         for transfer in in_place:
             transfer.complete(planner)
+        for transfer in shared:  # of what several have, the last one counts
+            self._read_group([transfer], planner, reader)
         others.sort(key=lambda box: box.place)
         temporaries = Temporaries(_TEMPORARY_BYTES)
         for group in _groups(
@@ -187,6 +198,7 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
+        require_memory(self.item.storage_index.fqn, target)
         same = checkpoint.is_same_dtype(self.item.storage_index.fqn, self.torch_dtype, target.dtype)
         memory = target if same and _fits_in_place(target, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
@@ -271,6 +283,8 @@ class _Transfer:
 
     def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None
+        if self.memory is self.target:  # native code fills it: autograd refuses to use it as it was
+            torch.autograd.graph.increment_version(self.target)
         for reads in self.box.plan(self.start, tuple(self.memory.shape), self.memory.stride()):
             yield ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
 

@@ -208,7 +208,7 @@ class StateReader(Protocol):
         ...
 
     def open_stream(self, key: str) -> Iterator[memoryview]:
-        """Yields the bytes of a stream, checked, in buffers of at most a few MiB."""
+        """Yields the bytes of a stream, checked, in buffers of at most 16 MiB."""
         ...
 
     def below(self, name: str) -> StateReader:

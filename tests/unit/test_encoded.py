@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +254,29 @@ def test_a_frame_that_does_not_decode_fails_the_read_in_whatever_batch_it_is(tmp
         change(tmp_path / str(number), Kind.FRAGMENT, 0, frame_sizes=tuple(moved))
         with pytest.raises(CorruptDataError, match=f"frame {number}"):
             opened(tmp_path / str(number)).read_tensor("weight")
+
+
+def test_an_interrupt_as_a_thread_starts_leaves_none_that_writes_to_targets(directory, monkeypatch):
+    start, decode = threading.Thread.start, decoding.decode_frame
+
+    def start_and_interrupt(thread):
+        start(thread)
+        if thread.name.startswith("mds-decode"):
+            raise KeyboardInterrupt  # the pool has not noted the thread yet
+
+    def decode_late(*args):
+        time.sleep(0.1)
+        return decode(*args)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    monkeypatch.setattr(decoding, "decode_frame", decode_late)
+    threads, target = set(threading.enumerate()), torch.zeros_like(WEIGHT)
+    with pytest.raises(KeyboardInterrupt):
+        fill(opened(directory), {"weight": (Place(WEIGHT.shape, (0, 0), WEIGHT.shape), target)})
+    left = target.clone()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()
+    assert torch.equal(target, left)
 
 
 def test_a_hole_in_an_encoded_tensor_is_refused_before_memory_is_asked_for(tmp_path):

@@ -16,11 +16,11 @@ from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.pipeline.loading import filling
-from megatron_datastates.pipeline.loading.filling import fill
+from megatron_datastates.pipeline.loading.filling import fill, sharing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import hold_all
 from megatron_datastates.plan.coverage import coverage_faults
-from megatron_datastates.providers.base import Place
+from megatron_datastates.providers.base import Place, TensorSource
 from tests.unit.states import SMALL
 
 
@@ -75,10 +75,71 @@ def test_a_target_without_memory_of_its_own_is_refused(
         ds.load(saved(tmp_path / "c", torch.arange(4.0)), into={"w": target})
 
 
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+@pytest.mark.parametrize("left_bytes", [0, 15])
+def test_a_target_that_ends_beyond_its_storage_is_refused(left_bytes: int, how: str, tmp_path: Path) -> None:
+    target = torch.zeros(4)
+    target.untyped_storage().resize_(left_bytes)  # as where a tensor is offloaded
+    error = MismatchError if how == "ours" else CheckpointException
+    with pytest.raises(error, match=f"'w': the target ends beyond its storage of {left_bytes} bytes"):
+        load(how, saved(tmp_path / "c", torch.arange(4.0)), target)
+
+
 def test_a_target_whose_rows_overlap_is_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path / "c", torch.arange(16.0).reshape(4, 4))
     with pytest.raises(MismatchError, match="'w': elements of the target share memory"):
         ds.load(directory, into={"w": torch.as_strided(torch.zeros(10), (4, 4), (1, 1))})
+
+
+@pytest.mark.parametrize(("how", "counts"), [("ours", 1.0), ("dcp", 2.0)])  # DCP sorts keys
+def test_the_last_of_targets_that_share_memory_counts(how: str, counts: float, tmp_path: Path) -> None:
+    count = 1 << 20  # two threads would read both at once
+    ds.save({"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0), "c": torch.ones(8)}, tmp_path)
+    for _ in range(20):
+        memory = torch.zeros(count + 8)
+        into = {"c": memory[count:], "b": memory[:count], "a": memory[:count]}
+        if how == "ours":
+            ds.load(tmp_path, into=into)
+        else:
+            dcp.load(into, storage_reader=DataStatesReader(tmp_path), no_dist=True)
+        assert (memory[:count] == counts).all() and (memory[count:] == 1).all()
+
+
+@pytest.mark.parametrize("how", ["ours", "dcp"])
+def test_a_backward_pass_does_not_use_what_a_load_has_replaced(how: str, tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+    loss = (weight * torch.ones(4, requires_grad=True)).sum()
+    load(how, saved(tmp_path / "c", torch.arange(4.0)), weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Row:
+    """A provider of one row of a matrix, which it holds without the other dimension."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.source = TensorSource("row", tensor, place=Place((1, 3), (0, 0), (1, 3)))
+
+    def entries(self) -> list[TensorSource]:
+        return [self.source]
+
+    def restore(self, reader: Any) -> None:
+        reader.read_into({"row": self.source})
+
+
+def test_a_tensor_with_fewer_dimensions_than_its_place_is_restored_as_it_was_saved(tmp_path: Path) -> None:
+    ds.save({"rows": Row(torch.arange(3.0))}, tmp_path)
+    target = torch.zeros(6)
+    ds.load(tmp_path, into={"rows": Row(target[::2])})
+    assert target.tolist() == [0, 0, 1, 0, 2, 0]
+
+
+def test_targets_that_share_memory_are_found_and_neighbours_are_not() -> None:
+    memory = torch.zeros(16)
+    targets = [memory[4:8], memory[:4], memory[8:8], memory[8:12], memory[10:11], memory[11:16], memory[15:]]
+    assert sharing(targets) == [3, 4, 5, 6]
+    assert sharing([memory, memory]) == [0, 1]
+    assert sharing([memory]) == sharing([]) == []
 
 
 def test_a_target_made_in_inference_mode_is_filled_with_converted_values(tmp_path: Path) -> None:

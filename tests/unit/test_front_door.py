@@ -20,8 +20,9 @@ from megatron_datastates.errors import (
     OptionError,
     SaveFailedError,
 )
+from megatron_datastates.pipeline.loading import entries
 from megatron_datastates.pipeline.upkeep.verify import verify
-from megatron_datastates.providers import TensorSource
+from megatron_datastates.providers import StreamSource, TensorSource
 
 
 def training_state() -> dict[str, Any]:
@@ -70,6 +71,29 @@ def test_all_of_a_checkpoint_comes_by_name(tmp_path: Path) -> None:
     assert found["step"] == 12 and found["note"] == ["a", {}]
     assert torch.equal(found["model.0.weight"], state["model"]["0.weight"])
     assert torch.equal(found["optimizer.state.0.exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+
+
+class Log:
+    """A provider of one stream, which it joins as most programs would."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def entries(self) -> Iterator[StreamSource]:
+        yield StreamSource.from_buffers("log", [self.content])
+
+    def restore(self, reader: Any) -> None:
+        self.content = b"".join(reader.open_stream("log"))
+
+
+def test_buffers_of_a_stream_may_be_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "_STREAM_BYTES", 1000)  # so that there are several
+    content = bytes(range(256)) * 41
+    ds.save({"kept": {"data": Log(content)}}, tmp_path / "ck")
+    assert ds.load(tmp_path / "ck") == {"kept.data.log": content}
+    assert ds.load(tmp_path / "ck", into={"kept": {}}) == {"kept": {"data": {"log": content}}}
+    ds.load(tmp_path / "ck", into={"kept": {"data": (restored := Log(b""))}})
+    assert restored.content == content
 
 
 def test_an_async_save_reads_nothing_of_the_program_after_it_returned(tmp_path: Path) -> None:

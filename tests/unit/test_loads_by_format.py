@@ -261,6 +261,11 @@ def test_another_global_shape_may_be_allowed(ours):
     assert reported(ours, padded) is None
 
 
+def test_another_number_of_dimensions_is_never_allowed(ours):
+    flat = wanted("decoder.layers.0.weight", torch.empty(64), allow_shape_mismatch=True)
+    assert "has global shape (8, 8) in this checkpoint, and (64,)" in str(reported(ours, flat))
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex")
 @pytest.mark.parametrize(
     ("key", "dtype", "fits"),

@@ -180,6 +180,14 @@ def test_a_near_file_that_fails_during_a_load_is_read_from_the_checkpoint_instea
     assert tried == [[True], [False], [False]], "the near file is not tried again"
 
 
+def test_a_near_tier_that_cannot_be_looked_at_is_read_from_the_checkpoint_instead(
+    half_near: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_to_read(monkeypatch, str(tmp_path / "near"))
+    assert torch.equal(half_near.read_tensor("w"), WANTED)
+    assert f"; reading it from {half_near.directory}" in caplog.text
+
+
 def test_a_near_file_whose_bytes_are_damaged_is_read_from_the_checkpoint_instead(
     half_near: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

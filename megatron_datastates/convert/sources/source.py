@@ -168,7 +168,7 @@ class Source(ABC):
         return None
 
     def open_stream(self, key: str) -> Iterator[memoryview]:
-        """Yields the bytes of a stream, each buffer valid until the next. Raises MissingKeyError."""
+        """Yields the bytes of a stream. Raises MissingKeyError."""
         raise MissingKeyError(f"{self.directory} contains no stream {key!r}")
 
     def stream_bytes(self, key: str) -> int:

@@ -48,7 +48,8 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
             f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either; "
             "read it with megatron_datastates.open(...), or save again with another name"
         )
-    if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
+    may_differ = item.allow_shape_mismatch and len(shape) == len(item.global_shape)
+    if not may_differ and shape != tuple(item.global_shape):
         return (
             f"tensor {item.key!r} has global shape {shape} in this checkpoint, "
             f"and {tuple(item.global_shape)} in the model"

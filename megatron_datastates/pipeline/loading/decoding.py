@@ -12,6 +12,7 @@ import bisect
 import ctypes
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -84,6 +85,7 @@ def read_framed(
         CorruptDataError: a frame does not decode to what it should.
     """
     windows = [window for item in items for window in _windows(footers, item)]
+    deliveries = _Deliveries()
     with ThreadPoolExecutor(threads, "mds-decode") as pool:
         before: list[Future[None]] = []
         try:
@@ -97,10 +99,11 @@ def read_framed(
                 )
                 _await(before)  # so that no more than two batches are in memory
                 pairs = zip(batch, buffers, strict=True)
-                before = [pool.submit(window.deliver, buffer) for window, buffer in pairs]
+                before = [pool.submit(deliveries.make, window, buffer) for window, buffer in pairs]
                 del buffers
             _await(before)
         except BaseException:
+            deliveries.end()
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -108,6 +111,38 @@ def read_framed(
 def _await(decoding: Iterable[Future[None]]) -> None:
     for future in decoding:
         future.result()
+
+
+class _Deliveries:
+    """Writes to the destinations of a read, until it is ended: they may be freed then.
+
+    A pool does not wait for a thread whose start was interrupted: it has not noted that thread yet.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._is_over = False
+
+    def make(self, window: _Window, stored: npt.NDArray[np.uint8]) -> None:
+        """Delivers a window, on a thread of the pool."""
+        with self._changed:
+            if self._is_over:
+                return
+            self._under_way += 1
+        try:
+            window.deliver(stored)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Waits for those under way; none is made afterwards."""
+        self._is_over = True
+        with self._changed:
+            while self._under_way:
+                self._changed.wait()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_datastates.format.values import Extent
 from megatron_datastates.plan.frames import plan_range
 from megatron_datastates.plan.reads import ScheduledRead, plan_extent
 
-_STREAM_BYTES = 16 << 20  # of a stream in memory at a time, decoded
+_STREAM_BYTES = 16 << 20  # of a stream that are read at a time, decoded
 Read = Callable[[list[ScheduledRead]], None]
 
 
@@ -56,14 +56,15 @@ def plan_object(file: int, entry: TailEntry) -> tuple[np.ndarray, ScheduledRead]
 
 
 def read_stream(read: Read, file: int, entry: TailEntry) -> Iterator[memoryview]:
-    """Yields the bytes of a stream, window by window; each is valid until the next.
+    """Yields the bytes of a stream, window by window.
 
     Raises:
         CorruptDataError: a checksum differs; that of the whole is known at the end.
     """
-    digest, window = hashlib.sha256(), np.empty(min(entry.bytes, _STREAM_BYTES), np.uint8)
+    digest = hashlib.sha256()
     for begin in range(0, entry.bytes, _STREAM_BYTES):
-        part = window[: min(entry.bytes - begin, _STREAM_BYTES)]
+        # Each has memory of its own: `b"".join` and `list` take all of them before they use the first.
+        part = np.empty(min(entry.bytes - begin, _STREAM_BYTES), np.uint8)
         read([_whole(file, entry, begin, len(part), part)])
         digest.update(part)
         yield memoryview(part)

@@ -70,6 +70,8 @@ class Temporaries:
 def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
     """Fills tensors with slices of global ones. Lazy saves that still read the targets come first.
 
+    Of targets that share memory, such as tied weights, the last one counts.
+
     What cannot be read in place is converted through temporaries of 32 MiB, or of the size of a tensor of a
     subclass, such as a quantized one.
 
@@ -83,20 +85,42 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
         FormatError: the checkpoint holds only a part of it.
     """
     FENCE.wait("a load")
-    scheduled: list[ScheduledRead] = []
+    in_place: list[torch.Tensor] = []
+    planned: list[list[ScheduledRead]] = []  # for each of them
     others: list[_Piece] = []
     with checkpoint.costs.timing("planning"):
         for key, (place, target) in targets.items():
             target = target.detach()
             if _fits_in_place(checkpoint, key, place, target):
-                scheduled += checkpoint.plan_into(key, place.offset, place.shape, target)
+                planned.append(checkpoint.plan_into(key, place.offset, place.shape, target))
+                in_place.append(target)
             else:
                 others += _pieces(checkpoint, key, place, target)
+        shared = sharing(in_place)
+    for target in in_place:  # native code fills it: autograd refuses to use it as it was
+        torch.autograd.graph.increment_version(target)
     reader = checkpoint.new_reader()
-    checkpoint.read(scheduled, reader)
+    checkpoint.read(
+        [read for number, reads in enumerate(planned) if number not in shared for read in reads], reader
+    )
+    for number in shared:
+        checkpoint.read(planned[number], reader)
     temporaries = Temporaries(_GROUP_BYTES)
     for group in _groups(others):
         _fill_group(checkpoint, group, reader, temporaries)
+
+
+def sharing(targets: Sequence[torch.Tensor]) -> list[int]:
+    """Returns, in order, the numbers of contiguous tensors that have memory in common with others of them.
+
+    Threads would fill that with parts of each, if they read all at once.
+    """
+    begins = np.array([target.data_ptr() for target in targets], np.uint64)
+    ends = begins + np.array([target.nbytes for target in targets], np.uint64)
+    order = np.argsort(begins, kind="stable")
+    joins = begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]  # one that begins before it
+    has_common = np.append(joins, False) | np.insert(joins, 0, False)
+    return sorted(order[has_common[: len(order)]].tolist())
 
 
 def _fill_group(
@@ -156,6 +180,7 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
         raise MismatchError(
             f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
         )
+    require_memory(key, target)
     is_plain = type(target) in _PLAIN
     if not is_plain and hasattr(target, "to_local"):
         raise MismatchError(
@@ -175,6 +200,20 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
         and not target.is_conj()
         and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
     )
+
+
+def require_memory(key: str, target: torch.Tensor) -> None:
+    """Raises MismatchError for a target that ends beyond its storage: other memory would be written to."""
+    is_known = target.layout is torch.strided and target.device.type in ("cpu", "cuda")
+    if type(target) not in _PLAIN or not is_known:
+        return
+    end = target.storage_offset() + footprint_elements(target.shape, target.stride())
+    found = target.untyped_storage().nbytes()
+    if target.numel() and end * target.itemsize > found:
+        raise MismatchError(
+            f"tensor {key!r}: the target ends beyond its storage of {found} bytes: that was resized, as "
+            "where a tensor is offloaded; bring it back before the load"
+        )
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:

@@ -129,12 +129,12 @@ class Checkpoint:
     def _look_near(self, folder: Path, file: int) -> None:
         entry = self.manifest.files[file]
         path = folder / entry.name
-        if not path.is_file():
-            return
         try:
+            if not path.is_file():
+                return
             footer = read_footer(path, entry.bytes)
             check_identity(self.manifest, entry, footer, path)
-        except (StorageError, FormatError) as error:
+        except (OSError, StorageError, FormatError) as error:
             logger.warning("%s; reading it from %s", error, self.directory)
             return
         self._footers[file] = footer
@@ -361,7 +361,7 @@ class Checkpoint:
         return objects.stored(key)
 
     def open_stream(self, key: str) -> Iterator[memoryview]:
-        """Yields the bytes of a stream in buffers of at most 16 MiB, each valid until the next; checked.
+        """Yields the bytes of a stream in buffers of at most 16 MiB, checked.
 
         Raises:
             MissingKeyError: no such stream.

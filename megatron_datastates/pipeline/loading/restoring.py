@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,16 @@ class PrefixReader:
 def _place_and_tensor(target: torch.Tensor | TensorSource) -> tuple[Place, torch.Tensor]:
     tensor, place = (target, None) if isinstance(target, torch.Tensor) else (target.tensor, target.place)
     shape = tuple(tensor.shape)
-    return place or Place(shape, (0,) * len(shape), shape), tensor
+    if place is None:
+        return Place(shape, (0,) * len(shape), shape), tensor
+    if shape != place.shape and _sizes(shape) == _sizes(place.shape):  # as in a save
+        tensor = tensor.detach().view(place.shape)
+    return place, tensor
+
+
+def _sizes(shape: Sequence[int]) -> list[int]:
+    """Returns the sizes of the dimensions with more or less than one element."""
+    return [size for size in shape if size != 1]
 
 
 def restore(checkpoint: Checkpoint, providers: Mapping[str, StateProvider]) -> None:
