@@ -32,6 +32,7 @@ from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.loading.filling import (
     Temporaries,
     copy_converted,
+    note_change,
     require_memory,
     sharing,
 )
@@ -283,8 +284,8 @@ class _Transfer:
 
     def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None
-        if self.memory is self.target:  # native code fills it: autograd refuses to use it as it was
-            torch.autograd.graph.increment_version(self.target)
+        if self.memory is self.target:
+            note_change(self.target)
         for reads in self.box.plan(self.start, tuple(self.memory.shape), self.memory.stride()):
             yield ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
 

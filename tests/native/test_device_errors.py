@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.engine._native import Milestone
-from tests.native.fake_cuda.driver import ILLEGAL_ACCESS, INVALID_CONTEXT, LAUNCH_FAILURE, FakeCuda
+from tests.native.fake_cuda.driver import (
+    ILLEGAL_ACCESS,
+    INVALID_CONTEXT,
+    LAUNCH_FAILURE,
+    UNCORRECTABLE_MEMORY,
+    UNCORRECTABLE_NVLINK,
+    FakeCuda,
+)
 from tests.native.harness import (
     ALIGNMENT,
     KIB,
@@ -80,8 +87,9 @@ def test_a_failed_save_is_not_released_while_the_device_copies(
     assert save.reaches(Milestone.RELEASED)
 
 
+@pytest.mark.parametrize("code", [LAUNCH_FAILURE, UNCORRECTABLE_MEMORY, UNCORRECTABLE_NVLINK])
 def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, code: int
 ) -> None:
     engine, stream = device_engines(most_slots=2), cuda.new_stream()
     save_whole(engine, tmp_path / "first", shard(), stream=stream)
@@ -89,10 +97,10 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
     save = Save(engine, tmp_path / "failed", shard(), stream=stream)
     calls = ("cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamWaitEvent", "cuEventCreate")
     for call in calls:
-        cuda.fail(call, nth=0, code=LAUNCH_FAILURE)
+        cuda.fail(call, nth=0, code=code)
     cuda.release_stream(stream)
-    assert "unspecified launch failure" in save.failure()
-    with pytest.raises(OSError, match="unspecified launch failure"):
+    assert f"CUDA error {code}" in save.failure()
+    with pytest.raises(OSError, match=f"CUDA error {code}"):
         Save(engine, tmp_path / "later", shard(), stream=stream)
     assert engine.close(PATIENCE)
 

@@ -97,8 +97,8 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
             else:
                 others += _pieces(checkpoint, key, place, target)
         shared = sharing(in_place)
-    for target in in_place:  # native code fills it: autograd refuses to use it as it was
-        torch.autograd.graph.increment_version(target)
+    for target in in_place:
+        note_change(target)
     reader = checkpoint.new_reader()
     checkpoint.read(
         [read for number, reads in enumerate(planned) if number not in shared for read in reads], reader
@@ -108,6 +108,12 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
     temporaries = Temporaries(_GROUP_BYTES)
     for group in _groups(others):
         _fill_group(checkpoint, group, reader, temporaries)
+
+
+def note_change(target: torch.Tensor) -> None:
+    """Notes that native code fills a tensor, so that autograd refuses to use it as it was before."""
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)
 
 
 def sharing(targets: Sequence[torch.Tensor]) -> list[int]:
