@@ -262,8 +262,7 @@ def _print_result(one: ConversionResult) -> None:
         say(
             f"{one.target}: {one.format}: {counted(one.tensors, 'tensor')} and "
             f"{counted(one.objects, 'object')} in {counted(one.files, 'file')}, {size_text(one.bytes)} in "
-            f"{one.seconds:.1f} s",
-            4,
+            f"{one.seconds:.1f} s"
         )
         if one.note:
             say(f"note: {one.source}: {one.note}")

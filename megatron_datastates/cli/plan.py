@@ -232,10 +232,7 @@ def _print(made: Plan, iteration: float | None) -> None:
     say_rows(_rows(made))
     say()
     for text in _advice(made, iteration):
-        if text.startswith("    --"):  # to be copied
-            say(text)
-        else:
-            say(text)
+        say(text)
     say()
     say("Assumptions:")
     for text in made.assumptions:

@@ -53,11 +53,10 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
         }))  # fmt: skip
         return
     for note in done.notes:
-        say(f"note: {note}", 4)
+        say(f"note: {note}")
     say(
         f"{path}: repaired: save {done.manifest.save_id}, {counted(len(done.manifest.files), 'data file')}, "
-        f"{size_text(done.bytes_checked)} checked",
-        4,
+        f"{size_text(done.bytes_checked)} checked"
     )
 
 

@@ -225,6 +225,5 @@ def _print_verdict(directory: Path, verdict: Verdict, quick: bool) -> None:
     say(
         f"{directory}: {state}: {counted(verdict.tensors, 'tensor')} and "
         f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}"
-        f"{checked}{unchecked}{uncovered}",
-        4,
+        f"{checked}{unchecked}{uncovered}"
     )
