@@ -193,14 +193,15 @@ def _folded(text: str, stream: TextIO, hanging: int) -> str:
     columns = _columns(stream)
     if columns is None:
         return text
-    return "\n".join("\n".join(_fold(line, columns, hanging)) for line in text.split("\n"))
-
-
-def _fold(line: str, columns: int, hanging: int) -> list[str]:
-    fold = textwrap.TextWrapper(columns, expand_tabs=False, replace_whitespace=False)
-    fold.break_long_words = fold.break_on_hyphens = False
-    fold.subsequent_indent = " " * hanging
-    return fold.wrap(line) or [""]
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent=" " * hanging,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def _columns(stream: TextIO) -> int | None:
@@ -224,7 +225,7 @@ class Table:
 
     def __init__(self, *columns: str) -> None:
         self._right = [name.startswith(">") for name in columns]
-        self._rows = [[name.removeprefix(">") for name in columns]] if columns else []
+        self._rows = [[name.removeprefix(">") for name in columns]]
 
     def add(self, *cells: str) -> None:
         """Adds a row; control characters become escapes."""
@@ -238,16 +239,12 @@ class Table:
             max((len(cell) for cell in column if 2 * len(cell) <= columns), default=0)
             for column in zip(*self._rows, strict=True)
         ]
-        right = self._right or [False] * len(widths)
-        lines: list[str] = []
         for row in self._rows:
             cells = [
                 cell.rjust(width) if to_right else cell.ljust(width)
-                for cell, width, to_right in zip(row, widths, right, strict=True)
+                for cell, width, to_right in zip(row, widths, self._right, strict=True)
             ]
-            lines += _row_lines(cells, columns)
-        if lines:
-            print("\n".join(lines))
+            print("\n".join(_row_lines(cells, columns)))
 
 
 def _row_lines(cells: Sequence[str], columns: int) -> list[str]:
