@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from megatron_datastates.cli.shared import (
     json_option,
     note,
     parse_size,
+    print_json,
     progress_bar,
     say,
     size_text,
@@ -220,7 +220,7 @@ def _convert_one(source: Path, target: Path, request: ConversionRequest, team: T
     with _bars(team) as bars:
         found = convert_one(source, target, request, team, bars.start)
     if team.rank == 0 and as_json:
-        print(json.dumps(dataclasses.asdict(found.results[0])))
+        print_json(dataclasses.asdict(found.results[0]))
     elif team.rank == 0:
         _print_result(found.results[0])
         if not found.lacks_tracked:
@@ -244,7 +244,7 @@ def _convert_run(source: Path, target: Path, request: ConversionRequest, team: T
 
         found = convert_run(source, target, request, team, bars.start, finished)
     if team.rank == 0 and as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found.results]))
+        print_json([dataclasses.asdict(one) for one in found.results])
         if found.lacks_tracked:
             note(f"datastates: {found.next}")
     elif team.rank == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from megatron_datastates.cli.shared import (
     memory_option,
     parse_memory,
     parse_size,
+    print_json,
     progress_bar,
     say,
     size_text,
@@ -136,7 +136,7 @@ def export(
         # With --hf, a FormatError also says that arguments and tensors do not fit a known architecture.
         cannot(error, 2 if hf else None)
     if as_json:
-        print(json.dumps({"target": str(target)} | dataclasses.asdict(exported)))
+        print_json({"target": str(target)} | dataclasses.asdict(exported))
         return
     say(
         f"{target}: {counted(exported.tensors, 'tensor')}, {size_text(exported.tensor_bytes)}, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from megatron_datastates.cli.shared import (
     json_option,
     note,
     parse_memory,
+    print_json,
     progress_bar,
     say,
     say_as_is,
@@ -79,7 +79,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
         notes.append("tokenizer: not written; --tokenizer DIR copies its files")
     if wanted.as_json:
         found = dataclasses.asdict(exported) | {"model_type": family.model_type, "notes": notes}
-        print(json.dumps({"target": str(target)} | found))
+        print_json({"target": str(target)} | found)
         return
     say(
         f"{target}: {family.architecture}, {model.dtype}: {counted(exported.tensors, 'tensor')}, "
@@ -150,7 +150,7 @@ def _print_imported(plan: Plan, flags: list[str], source: HuggingFaceSource, as_
     run, count = plan.target.parent, len(source.tensors)
     if as_json:
         found = {"target": str(plan.target), "format": plan.format, "tensors": count}
-        print(json.dumps(found | {"bytes": sum(plan.file_bytes), "arguments": flags}))
+        print_json(found | {"bytes": sum(plan.file_bytes), "arguments": flags})
         return
     size = size_text(sum(plan.file_bytes))
     say(f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size}")

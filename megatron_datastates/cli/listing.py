@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from megatron_datastates.cli.shared import (
     cannot,
     json_option,
     parallelism_text,
+    print_json,
     require_directory,
     run_argument,
     say,
@@ -72,7 +72,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
-        print(json.dumps([_plain(look) | _near_files(look, root, near) for look in looks]))
+        print_json([_plain(look) | _near_files(look, root, near) for look in looks])
     held = near_iterations(near_run(near, root)) if near else {}
     if not looks and not held:
         cannot(NotACheckpointError(why_no_run(root)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from megatron_datastates.cli.shared import (
     counted,
     json_option,
     note,
+    print_json,
     progress_bar,
     require_directory,
     run_argument,
@@ -116,10 +116,10 @@ def prune(
         note(f"datastates: {error}")
         lacks_some = True
     if as_json:
-        print(json.dumps(_plain(plan, sizes, [] if yes else plan.removed, gone) | {
+        print_json(_plain(plan, sizes, [] if yes else plan.removed, gone) | {
             "left_overs_done": [str(file.path) for file in swept],
             "failed": [{"iteration": one.number, "why": str(why)} for one, why in failed],
-        }))  # fmt: skip
+        })  # fmt: skip
     elif yes:
         checkpoints = _done(len(gone), len(plan.removed), "checkpoint")
         files = _done(len(swept), len(plan.left_overs), "left-over file")

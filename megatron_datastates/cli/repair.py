@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from megatron_datastates.cli.shared import (
     directory_argument,
     iteration_option,
     json_option,
+    print_json,
     progress_bar,
     say,
     size_text,
@@ -47,10 +47,10 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
         cannot(error, 2)
     if as_json:
         manifest = done.manifest
-        print(json.dumps({
+        print_json({
             "save_id": str(manifest.save_id), "iteration": manifest.iteration, "files": len(manifest.files),
             "bytes_checked": done.bytes_checked, "notes": done.notes,
-        }))  # fmt: skip
+        })  # fmt: skip
         return
     for note in done.notes:
         say(f"note: {note}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from megatron_datastates.cli.shared import (
     iteration_option,
     json_option,
     note,
+    print_json,
     progress_bar,
     say,
     size_text,
@@ -93,7 +93,7 @@ def verify(
             cannot(verdict)
         verdicts: list[Verdict | Exception] = [verdict]
         if as_json:
-            print(json.dumps(_plain(verdict)))
+            print_json(_plain(verdict))
         else:
             _print_verdict(path, verdict, quick)
     else:
@@ -148,7 +148,7 @@ def _check_all(
         else:
             _print_verdict(path, verdict, quick)
     if as_json:
-        print(json.dumps(rows))
+        print_json(rows)
         return verdicts
     good = sum(_plain(verdict)["good"] is True for verdict in verdicts)
     faulty = sum(_plain(verdict)["good"] is False for verdict in verdicts)
