@@ -16,6 +16,7 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
+    advancing,
     any_format_argument,
     argument,
     cannot,
@@ -24,7 +25,6 @@ from megatron_datastates.cli.shared import (
     json_option,
     note,
     print_json,
-    progress_bar,
     say,
     say_as_is,
     size_text,
@@ -234,9 +234,8 @@ def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | N
     from megatron_datastates.format.values import element_bytes
 
     size = math.prod(wanted.shape) * element_bytes(content.dtype)
-    with progress_bar("reading") as progress:
-        task = progress.add_task("", total=size)
-        written = write_npy(target, content, wanted, dtype, lambda done: progress.advance(task, done))
+    with advancing("reading", size) as progress:
+        written = write_npy(target, content, wanted, dtype, progress)
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
     note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}")

@@ -14,6 +14,7 @@ from megatron_datastates.cli.shared import (
     PATH,
     READABLE,
     Table,
+    advancing,
     argument,
     cannot,
     checkpoint_of,
@@ -24,7 +25,6 @@ from megatron_datastates.cli.shared import (
     memory_option,
     parse_memory,
     print_json,
-    progress_bar,
     require_plot,
     say,
 )
@@ -108,15 +108,8 @@ def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) 
     sources = [open_source(first), open_source(second)]
     one, other = by_parameter(sources)
     comparison = choose_comparison(one, other, keys)
-    with progress_bar("comparing") as progress:
-        task = progress.add_task("", total=comparison.bytes)
-        found = compare_checkpoints(
-            one,
-            other,
-            comparison,
-            memory_bytes=memory_bytes,
-            progress=lambda done: progress.advance(task, done),
-        )
+    with advancing("comparing", comparison.bytes) as progress:
+        found = compare_checkpoints(one, other, comparison, memory_bytes=memory_bytes, progress=progress)
     if not keys:
         found.objects_not_compared = len({key for source in sources for key in source.objects})
         found.streams_not_compared = len({key for source in sources for key in source.streams})

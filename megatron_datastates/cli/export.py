@@ -14,6 +14,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     PLACED,
+    advancing,
     any_format_argument,
     argument,
     cannot,
@@ -26,7 +27,6 @@ from megatron_datastates.cli.shared import (
     parse_memory,
     parse_size,
     print_json,
-    progress_bar,
     say,
     size_text,
 )
@@ -120,15 +120,14 @@ def export(
 
         source = _with_states(open_source(directory), keys)
         weights = choose_weights(source, keys, stacked=stacked)
-        with progress_bar("exporting") as progress:
-            task = progress.add_task("", total=sum(weight.bytes for weight in weights))
+        with advancing("exporting", sum(weight.bytes for weight in weights)) as progress:
             exported = export_weights(
                 source,
                 target,
                 weights,
                 shard_bytes=shard_bytes,
                 memory_bytes=parse_memory(memory),
-                progress=lambda done: progress.advance(task, done),
+                progress=progress,
             )
     except CorruptDataError as error:
         cannot(error)

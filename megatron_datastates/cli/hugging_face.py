@@ -13,6 +13,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     LOCAL_READABLE,
     READABLE,
+    advancing,
     argument,
     cannot,
     counted,
@@ -62,8 +63,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
 
     source = open_source(directory)
     model = read_model(source, dtype=wanted.dtype, vocab_size=wanted.vocab_size)
-    with progress_bar("exporting") as progress:
-        task = progress.add_task("", total=sum(tensor.bytes for tensor in model.tensors))
+    with advancing("exporting", sum(tensor.bytes for tensor in model.tensors)) as progress:
         exported = export_model(
             source,
             target,
@@ -71,7 +71,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
             tokenizer=wanted.tokenizer,
             shard_bytes=wanted.shard_bytes,
             memory_bytes=parse_memory(wanted.memory),
-            progress=lambda done: progress.advance(task, done),
+            progress=progress,
         )
     family = model.family
     notes = [*model.notes]

@@ -9,12 +9,12 @@ import click
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
+    advancing,
     cannot,
     counted,
     json_option,
     note,
     print_json,
-    progress_bar,
     require_directory,
     run_argument,
     say,
@@ -149,13 +149,12 @@ def _prune_with_progress(
         note(str(why))
         failed.append((one, why))
 
-    with progress_bar("removing") as progress:
-        task = progress.add_task("", total=sum(sizes.values()))
+    with advancing("removing", sum(sizes.values())) as progress:
         return prune_run(
             root,
             rules,
             other_formats(root),
-            progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
+            progress=lambda one: progress(sizes.get(one.path, 0)),
             stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
             fails=fail,
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
+    advancing,
     cannot,
     checkpoint_of,
     counted,
@@ -14,7 +15,6 @@ from megatron_datastates.cli.shared import (
     iteration_option,
     json_option,
     print_json,
-    progress_bar,
     say,
     size_text,
 )
@@ -64,6 +64,5 @@ def _repair_with_progress(directory: Path) -> Repair:
     from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.repair import repair as repair_checkpoint
 
-    with progress_bar("checking") as progress:
-        task = progress.add_task("", total=stored_bytes(directory))
-        return repair_checkpoint(directory, progress=lambda done: progress.advance(task, done))
+    with advancing("checking", stored_bytes(directory)) as progress:
+        return repair_checkpoint(directory, progress=progress)

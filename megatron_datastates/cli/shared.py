@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -160,6 +160,14 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
     notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
     bars = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
+
+
+@contextlib.contextmanager
+def advancing(verb: str, total_bytes: int, disable: bool = False) -> Iterator[Callable[[int], None]]:
+    """Shows the progress bar of a job of known size; yields what is called with how much more is done."""
+    with progress_bar(verb, disable) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda done: bar.advance(task, done)
 
 
 def say(text: str = "", hanging: int = 4) -> None:

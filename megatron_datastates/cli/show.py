@@ -11,6 +11,7 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     Table,
+    advancing,
     any_format_argument,
     argument,
     cannot,
@@ -19,7 +20,6 @@ from megatron_datastates.cli.shared import (
     iteration_option,
     json_option,
     print_json,
-    progress_bar,
     say,
     say_rows,
     size_text,
@@ -80,7 +80,9 @@ def show(
                 if pattern == _EVERYTHING
                 else f"no key in {path} matches {pattern!r}: leave out the pattern to list all keys"
             )
-        found = _statistics(tensors, quiet=as_json) if stats else _no_statistics(tensors)
+        found: list[Statistics | None] = [None] * len(tensors)
+        if stats:
+            found = _statistics(tensors, quiet=as_json)
         if pattern == _EVERYTHING and not as_json:
             _print_summary(path, source)
     except (DataStatesError, OSError) as error:
@@ -114,13 +116,8 @@ def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:
 def _statistics(tensors: list[Content], quiet: bool) -> list[Statistics | None]:
     from megatron_datastates.convert.statistics import statistics
 
-    with progress_bar("reading", disable=quiet) as progress:
-        task = progress.add_task("", total=sum(content.bytes for content in tensors))
-        return statistics(tensors, lambda done: progress.advance(task, done))
-
-
-def _no_statistics(tensors: list[Content]) -> list[Statistics | None]:
-    return [None for _ in tensors]
+    with advancing("reading", sum(content.bytes for content in tensors), disable=quiet) as progress:
+        return statistics(tensors, progress)
 
 
 def _numbers(found: Statistics | None) -> dict[str, float | int | None]:

@@ -14,6 +14,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     Table,
+    advancing,
     cannot,
     json_option,
     keys_option,
@@ -21,7 +22,6 @@ from megatron_datastates.cli.shared import (
     note,
     parse_memory,
     print_json,
-    progress_bar,
     require_directory,
     require_plot,
     run_argument,
@@ -95,11 +95,8 @@ def _follow(run: Path, keys: Sequence[str], memory_bytes: int) -> Trend:
     from megatron_datastates.convert.trend import follow, open_run, select
 
     selection = select(open_run(run), keys, str(run))
-    with progress_bar("reading") as progress:
-        task = progress.add_task("", total=selection.bytes)
-        return follow(
-            selection, memory_bytes=memory_bytes, progress=lambda done: progress.advance(task, done)
-        )
+    with advancing("reading", selection.bytes) as progress:
+        return follow(selection, memory_bytes=memory_bytes, progress=progress)
 
 
 def _as_json(found: Trend) -> dict[str, Any]:
