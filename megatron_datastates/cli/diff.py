@@ -28,6 +28,7 @@ from megatron_datastates.cli.shared import (
     require_plot,
     say,
 )
+from megatron_datastates.convert.parts import layer_name
 from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) 
 
 def _as_json(found: Difference) -> dict[str, Any]:
     layers = {
-        group: {_layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
+        group: {layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
         for group, drifts in found.layers.items()
     }
     modules = {
@@ -127,7 +128,7 @@ def _as_json(found: Difference) -> dict[str, Any]:
     }
     rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}, modules={}))
     first = found.first_layer
-    more = {"equal": found.equal, "first_layer": None if first is None else _layer_name(first)}
+    more = {"equal": found.equal, "first_layer": None if first is None else layer_name(first)}
     del rest["layers_apart"]
     drifts = {
         name: {key: _plain(drift) for key, drift in getattr(found, name).items()}
@@ -142,10 +143,6 @@ def _plain(drift: Drift) -> dict[str, float]:
     return plain | {"distance": drift.distance}
 
 
-def _layer_name(layer: tuple[str, int]) -> str:
-    return f"{layer[0]}.{layer[1]}"
-
-
 def _print(found: Difference) -> None:
     for word, keys in (("removed", found.removed), ("added", found.added)):
         for key in keys:
@@ -155,11 +152,11 @@ def _print(found: Difference) -> None:
             say(f"{what}: {key}: {one} and {other}")
     _print_drifts("tensor", {key: drift for key, drift in found.tensors.items() if drift.changed})
     for group, layers in found.layers.items():
-        by_name = {_layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
+        by_name = {layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
         _print_drifts(f"layer, {group}", by_name)
     _print_drifts("group", {group: drift for group, drift in found.groups.items() if drift.changed})
     if found.first_layer is not None:
-        say(f"first differing layer: {_layer_name(found.first_layer)}")
+        say(f"first differing layer: {layer_name(found.first_layer)}")
     changed = sum(1 for drift in found.tensors.values() if drift.changed)
     verdict = "equal" if found.equal else "different"
     others = [(found.objects_not_compared, "object"), (found.streams_not_compared, "stream")]

@@ -110,10 +110,15 @@ def group_of(key: str) -> str:
     return f"optimizer {state.name if state else key.rpartition('.')[2]}"
 
 
+def layer_name(layer: tuple[str, int]) -> str:
+    """Returns the name of a layer, such as `decoder.layers.3`."""
+    return f"{layer[0]}.{layer[1]}"
+
+
 def place_of(key: str, layer: tuple[str, int] | None) -> str:
     """Returns where in the model elements of a tensor are: `decoder.layers.3`, or a module without layers."""
     if layer is not None:
-        return f"{layer[0]}.{layer[1]}"
+        return layer_name(layer)
     state = _state_of(key)
     name = key[state.parameter] if state else key
     if "bucket_idx_" in name:  # optimizer state in bucket space, without a map
