@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,6 @@ from megatron_datastates.errors import DataStatesError, OptionError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-    from rich.progress import Task
 
     from megatron_datastates.convert.planning import Plan
     from megatron_datastates.convert.run import ConversionRequest, ConversionResult, RunConversion
@@ -169,14 +168,9 @@ class _Bars:
         self._count: SharedCount | None = None
         self._stopped = threading.Event()
 
-    @property
-    def task(self) -> Task | None:
-        """The bar's only task; None on other ranks."""
-        return None if self._bar is None else self._bar.tasks[0]
-
     def start(self, plan: Plan, stage: str) -> Progress:
         """Shows a bar for a stage in place of the last one; returns the function that advances it."""
-        self.stop()
+        self.close()
         self._count = self._team.new_count()
         if self._team.rank == 0:
             self._bar = progress_bar(stage)
@@ -196,7 +190,7 @@ class _Bars:
         if bar is not None and count is not None:
             bar.update(bar.tasks[0].id, completed=count.total())
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Removes the bar."""
         self._stopped.set()
         if self._bar is not None:
@@ -204,20 +198,11 @@ class _Bars:
         self._bar = None
 
 
-@contextmanager
-def _bars(team: Team) -> Iterator[_Bars]:
-    bars = _Bars(team)
-    try:
-        yield bars
-    finally:
-        bars.stop()
-
-
 def _convert_one(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:
     """Converts a checkpoint; returns whether only the tracker was not written, as other errors are raised."""
     from megatron_datastates.convert.run import convert_one
 
-    with _bars(team) as bars:
+    with contextlib.closing(_Bars(team)) as bars:
         found = convert_one(source, target, request, team, bars.start)
     if team.rank == 0 and as_json:
         print_json(dataclasses.asdict(found.results[0]))
@@ -235,10 +220,10 @@ def _convert_run(source: Path, target: Path, request: ConversionRequest, team: T
     """Converts a run; returns whether something failed, or the target lacks what the tracker names."""
     from megatron_datastates.convert.run import convert_run
 
-    with _bars(team) as bars:
+    with contextlib.closing(_Bars(team)) as bars:
 
         def finished(one: ConversionResult) -> None:
-            bars.stop()
+            bars.close()
             if team.rank == 0 and not as_json:
                 _print_result(one)
 
