@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from pathlib import Path
@@ -130,7 +131,10 @@ def import_hugging_face(
             raise OptionError(
                 f"--transformer-impl {transformer_impl}: expected {TRANSFORMER_ENGINE} or {LOCAL}"
             )
-        with HuggingFaceSource(source, transformer_impl) as opened, progress_bar("importing") as progress:
+        with (
+            contextlib.closing(HuggingFaceSource(source, transformer_impl)) as opened,
+            progress_bar("importing") as progress,
+        ):
             flags = command_line(opened.arguments)
             if transformer_impl == LOCAL:  # not Megatron's default, and the weights have its keys
                 flags.append(f"--transformer-impl {LOCAL}")

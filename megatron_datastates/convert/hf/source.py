@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +81,7 @@ class MegatronTensor:
 
 
 class HuggingFaceSource(Source):
-    """See Source. As a context manager, or by close(), it removes its temporary directory.
+    """See Source. Its temporary directory is removed by close().
 
     Args:
         transformer_impl: of the training run, as Megatron names it; before experts, the norm's key depends on
@@ -121,12 +121,6 @@ class HuggingFaceSource(Source):
     def close(self) -> None:
         """Removes the temporary directory; the source cannot be read any more."""
         self._made.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write_common(self, path: Path) -> None:
         """Writes what Megatron reads before it loads weights; each of its releases reads it from a file."""
