@@ -38,7 +38,7 @@ from megatron_datastates.files import open_regular
 from megatron_datastates.format.directory import is_through_dcp
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.plan.boxes import cut_box
+from megatron_datastates.plan.boxes import cut_box, slices_of
 
 CONFIG_NAME = "config.json"
 # What tokenizers save; other files of a model's folder, such as its weights, are not copied.
@@ -334,8 +334,7 @@ class _Layers:
             while self._kept and (len(self._kept) == _MOST_KEPT or self._held + size > self._memory_bytes):
                 del self._kept[next(iter(self._kept))]
             self._kept[key, start] = self._source.read_tensor(key, start, lengths)
-        box = (slice(o - s, o - s + n) for o, s, n in zip(offset, start, shape, strict=True))
-        return self._kept[key, start][tuple(box)].contiguous()
+        return self._kept[key, start][slices_of((offset, shape), start)].contiguous()
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:

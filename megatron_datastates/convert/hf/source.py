@@ -28,7 +28,7 @@ from megatron_datastates.errors import FormatError, MissingKeyError, Unsupported
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.plan.boxes import Box, checked_slice, intersect
+from megatron_datastates.plan.boxes import Box, checked_slice, intersect, slices_of
 from megatron_datastates.providers.objects import ObjectSource
 
 # Buffers that older releases of transformers saved, which are no weights.
@@ -297,7 +297,7 @@ class HuggingFaceSource(Source):
                 window = np.empty(math.prod(lengths) * dtype.itemsize, np.uint8)
                 self.read_ranges([FragmentRange(key, number, 0, len(window), 0)], window)
                 whole = torch.from_numpy(window).view(dtype).reshape(lengths)
-                target[_slices(common, offset)] = whole[_slices(common, begin)]
+                target[slices_of(common, offset)] = whole[slices_of(common, begin)]
         return target
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
@@ -335,7 +335,3 @@ def _is_same(one: Stored, other: Stored) -> bool:
         if not np.array_equal(blocks[0], blocks[1]):
             return False
     return True
-
-
-def _slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(b - o, b - o + n) for b, n, o in zip(*box, origin, strict=True))

@@ -46,7 +46,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.values import DTYPES, element_bytes
-from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
+from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect, slices_of
 
 if TYPE_CHECKING:
     import torch
@@ -186,8 +186,7 @@ class TorchDistSource(Source):
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
         target = np.empty(shape, f"V{element_bytes(entry.dtype)}")
         for n, (begin, lengths) in cuts:
-            box = (slice(b - o, b - o + m) for b, o, m in zip(begin, offset, lengths, strict=True))
-            place: tuple[Any, ...] = (..., *box)
+            place: tuple[Any, ...] = (..., *slices_of((begin, lengths), offset))
             inner = [b - o for b, o in zip(begin, entry.offsets[n].tolist(), strict=True)]
             record = self._place(key, n)
             with self._open(record.file) as file:

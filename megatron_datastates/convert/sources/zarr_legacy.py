@@ -47,7 +47,7 @@ from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular
 from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.plan.boxes import checked_slice
+from megatron_datastates.plan.boxes import checked_slice, intersect, slices_of
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource, deserialize
 
@@ -217,12 +217,9 @@ class LegacyZarrSource(Source):
         target = np.empty((*shape, tensor.element_bytes), np.uint8)
         for cell in cells:
             corner = [n * size for n, size in zip(cell, tensor.chunk_shape, strict=True)]
-            begin = [max(o, c) for o, c in zip(offset, corner, strict=True)]
-            end = [
-                min(o + n, c + k)
-                for o, n, c, k in zip(offset, shape, corner, tensor.chunk_shape, strict=True)
-            ]
-            target[_slices(begin, end, offset)] = tensor.chunk(cell)[_slices(begin, end, corner)]
+            common = intersect(corner, tensor.chunk_shape, offset, shape)
+            assert common is not None, "the cells are those that the slice touches"
+            target[slices_of(common, offset)] = tensor.chunk(cell)[slices_of(common, corner)]
         return torch.from_numpy(target.reshape(-1)).view(torch_dtype(tensor.dtype, key)).reshape(shape)
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
@@ -310,7 +307,3 @@ def _objects_in(folder: Path) -> Iterator[tuple[str, Path]]:
         if shape.count(".") < offset.count("."):
             shape = f"{shape}.{last}"
         yield f"{folder.name}/shard_{offset}_{shape}", path
-
-
-def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
