@@ -208,12 +208,8 @@ class TorchDistSource(Source):
         for name, wanted in by_file.items():
             with self._open(name) as file:
                 for part, record in wanted:
-                    self._read_range(file, part, record, window[part.at : part.at + part.size])
-
-    def _read_range(
-        self, file: BinaryIO, part: FragmentRange, record: Record, target: npt.NDArray[np.uint8]
-    ) -> None:
-        self._open_archive(file, part.key, part.fragment, record).read_into(part.begin, target)
+                    archive = self._open_archive(file, part.key, part.fragment, record)
+                    archive.read_into(part.begin, window[part.at : part.at + part.size])
 
     def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
         from megatron_datastates.convert.sources.archives import open_archive
@@ -249,11 +245,7 @@ class TorchDistSource(Source):
         return len(self._maps[key]) if key in self._maps else self._object(key).bytes
 
     def require_files(self) -> None:
-        places = [
-            self._place(key, n) for key, entry in self._tensors.items() for n in range(len(entry.records))
-        ]
-        ends = required_bytes([*places, *self._objects.values()])
-        for name, end in ends.items():
+        for name, end in required_bytes(record for _, _, record in self.records()).items():
             with self._open(name) as file:
                 size = size_of(file)
             if size < end:
@@ -269,12 +261,11 @@ class TorchDistSource(Source):
     def stored_by_rank(self) -> list[RankContents]:
         fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
         objects: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for key, entry in self._tensors.items():
-            for n in range(len(entry.records)):
-                record = self._place(key, n)
-                fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
-        for key, record in self._objects.items():
-            objects[_rank_of(record.file)].append(key)
+        for key, number, record in self.records():
+            if number is None:
+                objects[_rank_of(record.file)].append(key)
+            else:
+                fragments[_rank_of(record.file)].append((record.file, record.offset, key, number))
         ranks = sorted(fragments.keys() | objects.keys())
         if self._maps:
             objects[ranks[0] if ranks else (0, "")] += self._maps
