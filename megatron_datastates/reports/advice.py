@@ -12,11 +12,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.reports.reading import Save, Spread
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, median, usual
 
-MIB, GIB = 1 << 20, 1 << 30
 _LONG_WAIT_MS = 10.0  # for the trainer, in one save
 _LONG_SERIALIZING_MS = 100.0
 _FAR_SLOWER = 1.5  # times the median rank
