@@ -71,9 +71,9 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
         looks = runs or ([] if is_published(root) else look_at_others(root))
     except (DataStatesError, OSError) as error:
         cannot(error)
-    if as_json:
-        print_json([_plain(look) | _near_files(look, root, near) for look in looks])
     held = near_iterations(near_run(near, root)) if near else {}
+    if as_json:
+        print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in looks])
     if not looks and not held:
         cannot(NotACheckpointError(why_no_run(root)))
     if not as_json:
@@ -101,10 +101,7 @@ def _plain(look: Look) -> dict[str, Any]:
     }
 
 
-def _near_files(look: Look, root: Path, near: Path | None) -> dict[str, Any]:
-    if not near:
-        return {}
-    held = near_iterations(near_run(near, root))
+def _near_files(look: Look, held: Mapping[int, Holding]) -> dict[str, Any]:
     holding = held.get(look.iteration) if look.iteration is not None else None
     if holding is None:
         return {"near_files": 0, "near_copies": 0, "near_nodes": []}
