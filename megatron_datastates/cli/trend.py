@@ -122,22 +122,11 @@ def _ordered(found: Trend) -> list[tuple[tuple[str, str], list[Point | None]]]:
 def _plain(point: Point | None) -> dict[str, float | None] | None:
     if point is None:
         return None
-    update = point.update
+    names, update = ("update", "relative", "largest_change", "not_finite"), point.update
     if update is None:
-        return {
-            "norm": point.norm,
-            "update": None,
-            "relative": None,
-            "largest_change": None,
-            "not_finite": None,
-        }
-    return {
-        "norm": point.norm,
-        "update": update.norm,
-        "relative": update.distance,
-        "largest_change": update.largest_absolute,
-        "not_finite": update.not_finite,
-    }
+        return {"norm": point.norm, **dict.fromkeys(names)}
+    numbers = (update.norm, update.distance, update.largest_absolute, update.not_finite)
+    return {"norm": point.norm, **dict(zip(names, numbers, strict=True))}
 
 
 def _print(found: Trend) -> None:
