@@ -77,11 +77,6 @@ def local(path: Path) -> Path:
     return path
 
 
-def local_readable(path: Path) -> Path:
-    """Checks what `local` and `readable` check; returns the path."""
-    return readable(local(path))
-
-
 def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], Command]:
     """Declares a positional argument. Before release 8.5 of click, --help only names it."""
     if "help" in inspect.signature(click.Argument).parameters:
@@ -108,7 +103,7 @@ class _CheckedPath(click.Path):
 PATH = _CheckedPath(local)
 PLACED = _CheckedPath()
 READABLE = _CheckedPath(readable)
-LOCAL_READABLE = _CheckedPath(local_readable)
+LOCAL_READABLE = _CheckedPath(lambda path: readable(local(path)))
 
 _OF_A_RUN = "The directory of a run stands for the checkpoint that its tracker names."
 directory_argument = argument(

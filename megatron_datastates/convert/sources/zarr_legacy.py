@@ -237,7 +237,7 @@ class LegacyZarrSource(Source):
         """See Source. Serializes the value again, in a list. Raises UnsafeObjectError if it is not plain."""
         if key not in self._objects:
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
-        value = deserialize(_read(self._objects[key], OBJECT_BYTES), key)
+        value = deserialize(_read(self._objects[key]), key)
         return ObjectSource(key, [value], Mutability.NEVER).serialize()
 
     def object_bytes(self, key: str) -> int:
@@ -266,10 +266,10 @@ class LegacyZarrSource(Source):
         return self._tensors[key]
 
 
-def _read(path: Path, most_bytes: int) -> bytes:
+def _read(path: Path) -> bytes:
     """Raises StorageError."""
     try:
-        return read_regular(path, most_bytes)
+        return read_regular(path, OBJECT_BYTES)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
