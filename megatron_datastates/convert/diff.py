@@ -75,12 +75,11 @@ def choose_comparison(first: Tensors, second: Tensors, patterns: Sequence[str] =
     Raises:
         MissingKeyError: a pattern matches nothing in either checkpoint.
     """
-    where = f"{first.directory} or {second.directory}"
-
-    def shape_of(key: str) -> Sequence[int]:
-        return (first if key in first.tensors else second).tensors[key].global_shape
-
-    chosen = choose_parts({*first.tensors, *second.tensors}, shape_of, patterns, where)
+    shapes = {
+        key: (first if key in first.tensors else second).tensors[key].global_shape
+        for key in first.tensors.keys() | second.tensors.keys()
+    }
+    chosen = choose_parts(shapes, patterns, f"{first.directory} or {second.directory}")
     both = [key for key in chosen if key in first.tensors and key in second.tensors]
     parts = {key: choice.parts for key, choice in chosen.items()}
     total = sum(bytes_of(first, key, parts[key]) for key in both)

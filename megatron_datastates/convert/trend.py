@@ -153,7 +153,8 @@ def select(steps: list[Step], patterns: Sequence[str], where: str) -> Selection:
         for key in step.tensors.tensors
         if patterns or not is_of_generators(key)
     }
-    choices = choose_parts(newest, lambda key: newest[key].tensors[key].global_shape, patterns, where)
+    shapes = {key: one.tensors[key].global_shape for key, one in newest.items()}
+    choices = choose_parts(shapes, patterns, where)
     parts = {key: choice.parts for key, choice in choices.items()}
     selection = Selection(steps, newest, parts, 0)
     sizes = {key: bytes_of(newest[key], key, parts[key]) for key in parts}

@@ -104,8 +104,8 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
         what = "tensors" if not source.tensors else "weights, only optimizer state: choose it with --keys"
         raise MissingKeyError(f"{source.directory} holds no {what}")
     weights: dict[str, Weight] = {}
-    chosen = choose_parts(keys, lambda key: source.tensors[key].global_shape, patterns, str(source.directory))
-    for key, choice in chosen.items():
+    shapes = {key: source.tensors[key].global_shape for key in keys}
+    for key, choice in choose_parts(shapes, patterns, str(source.directory)).items():
         tensor = source.tensors[key]
         if tensor.dtype not in DTYPES:
             raise UnsupportedFormatError(
