@@ -88,7 +88,7 @@ def convert(
             team.on_rank_zero(lambda: held.enter_context(made_parents(plan.target)))
             team.on_rank_zero(
                 lambda: held.enter_context(
-                    locked_work_directory(plan.work_directory, _other_names(plan.source))
+                    locked_work_directory(plan.work_directory, plan.target, _other_names(plan.source))
                 )
             )
         held.enter_context(named_as(plan.work_directory, plan.target))

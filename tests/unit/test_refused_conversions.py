@@ -413,14 +413,14 @@ def test_a_directory_that_another_conversion_has_made_anew_since_it_was_opened_i
             descriptor = opened(path)  # of a conversion that fails now
             shutil.rmtree(path)
             monkeypatch.setattr(work_directory, "_open", opened)
-            other.enter_context(locked_work_directory(path, ()))
+            other.enter_context(locked_work_directory(path, tmp_path / "target", ()))
             (path / "__0_0.distcp").write_bytes(b"half")
             return descriptor
 
         monkeypatch.setattr(work_directory, "_open", open_late)
         with (
             pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "),
-            locked_work_directory(path, ()),
+            locked_work_directory(path, tmp_path / "target", ()),
         ):
             pass
         assert os.listdir(path) == ["__0_0.distcp"]
