@@ -77,7 +77,7 @@ class DropPlan:
     @property
     def written(self) -> list[int]:
         """Returns the numbers of the files that are written anew: what would hold nothing is left out."""
-        return [n for n in self.changed if _holds_anything(self.kept[n])]
+        return [n for n in self.changed if not self.kept[n].is_empty]
 
     @property
     def written_bytes(self) -> int:
@@ -139,10 +139,6 @@ def _dropped(source: Source, contents: list[RankContents]) -> int:
         key for each in contents for key in _weights_of(each).objects
     }
     return sum(source.fragment(*one).bytes for one in fragments) + sum(map(source.object_bytes, objects))
-
-
-def _holds_anything(contents: RankContents) -> bool:
-    return bool(contents.fragments or contents.objects or contents.streams)
 
 
 def drop_optimizer(

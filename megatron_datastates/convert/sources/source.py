@@ -57,6 +57,10 @@ class RankContents:
     objects: list[str]
     streams: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.fragments or self.objects or self.streams)
+
 
 class Source(ABC):
     """A checkpoint that can be read.
