@@ -12,7 +12,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -212,7 +211,7 @@ class _Finder:
             if first >= rows:
                 key, first = f"{key[:-1]}v", first - rows
                 self._used.add(key)
-        self._require_shape(key, (*before, rows, *others), place)
+        self._require_shape(key, (*(size for _, size in before), rows, *others), place)
         offset = tuple(n for n, _ in before)
         zeros = (0,) * len(others)
         yield key, (*offset, first, *zeros), (*(1 for _ in before), count, *others)
@@ -231,8 +230,7 @@ class _Finder:
             "choose a complete checkpoint of a GPT model"
         )
 
-    def _require_shape(self, key: str, expected: tuple[Any, ...], place: Place) -> None:
-        wanted = tuple(one[1] if isinstance(one, tuple) else one for one in expected)
+    def _require_shape(self, key: str, wanted: tuple[int, ...], place: Place) -> None:
         if key not in self._source.tensors:
             raise FormatError(f"{self._source.directory} lacks {key!r}, the other half of a gated layer")
         found = tuple(self._source.tensors[key].global_shape)

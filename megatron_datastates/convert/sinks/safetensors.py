@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,8 +70,7 @@ class Weight:
     @property
     def bytes(self) -> int:
         """Returns the size of all elements."""
-        elements = torch.Size(self.shape).numel()
-        return elements * element_bytes(self.dtype)
+        return math.prod(self.shape) * element_bytes(self.dtype)
 
     def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
         """See Exportable."""
