@@ -160,6 +160,6 @@ def _print_tensors(tensors: list[Content], found: list[Statistics | None], stats
 def _print_tail(kind: str, rows: list[dict[str, Any]]) -> None:
     table = Table(">size", kind)
     for row in rows:
-        table.add("-" if row["bytes"] is None else size_text(row["bytes"]), row["key"])
+        table.add(size_text(row["bytes"]), row["key"])
     if rows:
         table.print()
