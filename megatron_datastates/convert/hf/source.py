@@ -314,9 +314,6 @@ class HuggingFaceSource(Source):
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         return ObjectSource(key, [None]).serialize()
 
-    def object_bytes(self, key: str) -> int:
-        return len(self.read_object(key))
-
     def stored_by_rank(self) -> list[RankContents]:
         every = [(key, n) for key, one in self._tensors.items() for n in range(len(one.segments))]
         return [RankContents(every, self._objects)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ from megatron_datastates.format.directory import (
     METADATA_NAME,
     OPTIMIZER_MAPS_NAME,
     TORCH_DIST_INDEX,
-    is_of_a_format,
     iteration_in_name,
 )
 from megatron_datastates.format.values import DTYPES, element_bytes
@@ -160,11 +158,6 @@ class TorchDistSource(Source):
     def dcp_records(self) -> Records:
         return self._records
 
-    @property
-    def other_files(self) -> Sequence[str]:
-        with os.scandir(self.directory) as entries:
-            return sorted(e.name for e in entries if e.is_file() and not is_of_a_format(e.name))
-
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
@@ -174,7 +167,8 @@ class TorchDistSource(Source):
 
         entry = self._tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
-        found = [(n, _common(entry, n, offset, shape)) for n in range(len(entry.records))]
+        boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
+        found = [(n, intersect(*box, offset, shape)) for n, box in enumerate(boxes)]
         cuts = [(n, box) for n, box in found if box is not None]
         wanted, covered = math.prod(shape), sum(math.prod(lengths) for _, (_, lengths) in cuts)
         if covered < wanted:
@@ -320,13 +314,6 @@ class TorchDistSource(Source):
         if key not in self._objects:
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         return self._objects[key]
-
-
-def _common(
-    entry: TorchDistTensor, number: int, offset: Sequence[int], shape: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int]] | None:
-    stored = entry.offsets[number].tolist(), entry.shapes[number].tolist()
-    return intersect(*stored, offset, shape)
 
 
 def _rank_of(file: str) -> tuple[int, str]:

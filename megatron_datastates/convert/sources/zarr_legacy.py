@@ -44,7 +44,7 @@ from megatron_datastates.errors import (
     optional_package,
 )
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
-from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
+from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, intersect, slices_of
@@ -200,11 +200,6 @@ class LegacyZarrSource(Source):
         return list(self._objects)
 
     @property
-    def other_files(self) -> Sequence[str]:
-        names = (path.name for path in self.directory.iterdir() if path.is_file())
-        return sorted(name for name in names if not is_of_a_format(name))
-
-    @property
     def other_directories(self) -> Sequence[str]:
         return self._other_directories
 
@@ -239,9 +234,6 @@ class LegacyZarrSource(Source):
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         value = deserialize(_read(self._objects[key]), key)
         return ObjectSource(key, [value], Mutability.NEVER).serialize()
-
-    def object_bytes(self, key: str) -> int:
-        return len(self.read_object(key))
 
     def require_files(self) -> None:
         for tensor in self._tensors.values():
