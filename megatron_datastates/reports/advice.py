@@ -80,16 +80,15 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
 
 
 def _missing_copies(saves: Sequence[Save]) -> Advice | None:
-    found = [save for save in saves if save.copies is not None]
-    missing = [save for save in found if save.copies is not None and save.copies.error]
+    found = [(save, save.copies.error) for save in saves if save.copies is not None]
+    missing = [(save, error) for save, error in found if error]
     if not missing:
         return None
-    last = missing[-1]
-    assert last.copies is not None
+    last, error = missing[-1]
     return Advice(
         "note",
         f"{len(missing)} of {len(found)} saves have no copies on other nodes, or not all",
-        f"The last one, at iteration {last.name}: {last.copies.error}. A node that is lost takes along what "
+        f"The last one, at iteration {last.name}: {error}. A node that is lost takes along what "
         "it has not copied to --save.",
     )
 
