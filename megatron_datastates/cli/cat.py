@@ -19,17 +19,17 @@ from megatron_datastates.cli.shared import (
     advancing,
     any_format_argument,
     argument,
-    cannot,
     checkpoint_of,
     iteration_option,
     json_option,
     note,
     print_json,
+    reported_errors,
     say,
     say_as_is,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
+from megatron_datastates.errors import MismatchError, OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ def cat(
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.slices import parse_slice
 
-    try:
+    with reported_errors():
         source, wanted_dtype = open_source(checkpoint_of(directory, iteration)), _dtype(dtype)
         if key in source.streams and key not in source.tensors and key not in source.objects:
             _cat_stream(source, key, target, refused=bool(part or dtype), as_json=as_json)
@@ -108,8 +108,6 @@ def cat(
             _write(target, content, wanted, wanted_dtype)
         else:
             _print_tensor(content, wanted, wanted_dtype, as_json)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -15,7 +15,6 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     READABLE,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
@@ -24,10 +23,11 @@ from megatron_datastates.cli.shared import (
     parse_size,
     print_json,
     progress_bar,
+    reported_errors,
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -129,7 +129,7 @@ def convert(
     \b
     Example: torchrun --nproc-per-node 8 -m megatron_datastates convert runs/gpt converted --all --memory 4GiB
     """
-    try:
+    with reported_errors():
         if every and iteration is not None:
             raise OptionError("--all and --iteration: choose one")
         if not every:
@@ -142,8 +142,6 @@ def convert(
         request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
         with team_of_torchrun() as team:
             failed = (_convert_run if every else _convert_one)(source, target, request, team, as_json)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     raise click.exceptions.Exit(1 if failed else 0)
 
 

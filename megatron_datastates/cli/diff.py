@@ -16,7 +16,6 @@ from megatron_datastates.cli.shared import (
     Table,
     advancing,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
@@ -25,11 +24,11 @@ from megatron_datastates.cli.shared import (
     memory_option,
     parse_memory,
     print_json,
+    reported_errors,
     require_plot,
     say,
 )
 from megatron_datastates.convert.parts import layer_name
-from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.diff import Difference
@@ -78,14 +77,12 @@ def diff(
     \b
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
-    try:
+    with reported_errors():
         memory_bytes = parse_memory(memory)
         if plot is not None:
             require_plot(plot)
         paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
         found = _compare(*paths, keys, memory_bytes)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     if as_json:
         print_json(_as_json(found))
     else:
@@ -93,10 +90,8 @@ def diff(
     if plot is not None:  # last: a plot that fails does not lose the comparison
         from megatron_datastates.convert.pictures import plot_drift
 
-        try:
+        with reported_errors():
             plot_drift(found, (str(paths[0]), str(paths[1])), plot)
-        except (DataStatesError, OSError) as error:
-            cannot(error)
     raise click.exceptions.Exit(0 if found.equal else 1)
 
 

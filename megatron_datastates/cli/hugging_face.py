@@ -16,19 +16,19 @@ from megatron_datastates.cli.shared import (
     READABLE,
     advancing,
     argument,
-    cannot,
     counted,
     json_option,
     note,
     parse_memory,
     print_json,
     progress_bar,
+    reported_errors,
     say,
     say_as_is,
     size_text,
 )
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import BACKEND
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def import_hugging_face(
     from megatron_datastates.convert.hf.source import HuggingFaceSource
     from megatron_datastates.convert.limits import Limits
 
-    try:
+    with reported_errors(2):
         if transformer_impl not in (LOCAL, TRANSFORMER_ENGINE):
             raise OptionError(
                 f"--transformer-impl {transformer_impl}: expected {TRANSFORMER_ENGINE} or {LOCAL}"
@@ -145,8 +145,6 @@ def import_hugging_face(
 
             limits = Limits(parse_memory(memory))
             plan = import_model(opened, target, format=to, limits=limits, start=start)
-    except (DataStatesError, OSError) as error:
-        cannot(error, 2)
     _print_imported(plan, flags, opened, as_json)
 
 

@@ -15,6 +15,7 @@ from megatron_datastates.cli.shared import (
     json_option,
     parallelism_text,
     print_json,
+    reported_errors,
     require_directory,
     run_argument,
     say,
@@ -59,7 +60,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     from megatron_datastates.pipeline.runs.run_folders import why_no_run
     from megatron_datastates.pipeline.runs.runs import is_published
 
-    try:
+    with reported_errors():
         near = near_root(near_text) if near_text else None  # an empty variable of a script names none
         require_directory(root)
         if near and not near.is_dir():
@@ -69,8 +70,6 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
             )
         runs = look_at_run(root)
         looks = runs or ([] if is_published(root) else look_at_others(root))
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     held = near_iterations(near_run(near, root)) if near else {}
     if as_json:
         print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in looks])

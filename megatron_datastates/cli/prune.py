@@ -10,17 +10,17 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     advancing,
-    cannot,
     counted,
     json_option,
     note,
     print_json,
+    reported_errors,
     require_directory,
     run_argument,
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
@@ -92,7 +92,7 @@ def prune(
     from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
     from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 
-    try:
+    with reported_errors(2):  # that of a damaged tracker, too, which is no checkpoint's
         require_directory(root)
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
         if yes and not is_object(root):
@@ -105,8 +105,6 @@ def prune(
             _print_plan(plan, sizes, yes)
         failed: list[tuple[Iteration, StorageError]] = []
         gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
-    except (DataStatesError, OSError) as error:
-        cannot(error, 2)  # that of a damaged tracker, too, which is no checkpoint's
     swept: list[UnnamedFile] = []
     lacks_some = bool(failed)
     try:

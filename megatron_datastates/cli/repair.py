@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     advancing,
-    cannot,
     checkpoint_of,
     counted,
     directory_argument,
     iteration_option,
     json_option,
     print_json,
+    reported_errors,
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.upkeep.repair import Repair
@@ -40,11 +39,9 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
     \b
     Example: datastates repair runs/gpt/iter_0001000
     """
-    try:
+    with reported_errors(2):
         path = checkpoint_of(directory, iteration)
         done = _repair_with_progress(path)
-    except (DataStatesError, OSError) as error:
-        cannot(error, 2)
     if as_json:
         manifest = done.manifest
         print_json({

@@ -22,6 +22,7 @@ import click
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import (
+    DataStatesError,
     NotACheckpointError,
     OptionError,
     StorageError,
@@ -341,6 +342,15 @@ def cannot(error: Exception, code: int | None = None) -> NoReturn:
         raise error
     note(f"datastates: {describe_error(error)}")
     raise click.exceptions.Exit((1 if is_damage(error) else 2) if code is None else code)
+
+
+@contextlib.contextmanager
+def reported_errors(code: int | None = None) -> Iterator[None]:
+    """Ends the command as `cannot` does if the body raises one of these errors."""
+    try:
+        yield
+    except (DataStatesError, OSError) as error:
+        cannot(error, code)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -14,17 +14,17 @@ from megatron_datastates.cli.shared import (
     advancing,
     any_format_argument,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
     json_option,
     print_json,
+    reported_errors,
     say,
     say_rows,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, MissingKeyError
+from megatron_datastates.errors import MissingKeyError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.contents import Content
@@ -65,7 +65,7 @@ def show(
     \b
     Example: datastates show runs/gpt/iter_0001000 '*norm*' --stats
     """
-    try:
+    with reported_errors():
         path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once
         from megatron_datastates.convert.contents import contents
         from megatron_datastates.convert.open import open_source
@@ -85,8 +85,6 @@ def show(
             found = _statistics(tensors, quiet=as_json)
         if pattern == _EVERYTHING and not as_json:
             _print_summary(path, source)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     if as_json:
         rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
         print_json({"format": source.format, "tensors": rows, "objects": objects, "streams": streams})

@@ -15,19 +15,18 @@ from megatron_datastates.cli.shared import (
     PATH,
     Table,
     advancing,
-    cannot,
     json_option,
     keys_option,
     memory_option,
     note,
     parse_memory,
     print_json,
+    reported_errors,
     require_directory,
     require_plot,
     run_argument,
     say,
 )
-from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.trend import Point, Step, Trend
@@ -66,14 +65,12 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     \b
     Example: datastates trend runs/gpt --keys 'decoder.*' --plot trend.png
     """
-    try:
+    with reported_errors():
         memory_bytes = parse_memory(memory)
         require_directory(root)
         if plot is not None:
             require_plot(plot)
         found = _follow(root, keys, memory_bytes)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     skipped = [step for step in found.steps if step.skipped]
     for step in skipped:
         note(f"datastates: skipped {step.path}: {step.skipped}")
@@ -84,10 +81,8 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     if plot is not None:  # last: a plot that fails does not lose the numbers
         from megatron_datastates.convert.pictures import plot_trend
 
-        try:
+        with reported_errors():
             plot_trend(found, str(root), plot)
-        except (DataStatesError, OSError) as error:
-            cannot(error)
     raise click.exceptions.Exit(1 if skipped else 0)
 
 

@@ -21,6 +21,7 @@ from megatron_datastates.cli.shared import (
     note,
     print_json,
     progress_bar,
+    reported_errors,
     say,
     size_text,
 )
@@ -80,10 +81,8 @@ def verify(
     \b
     Example: datastates verify --all runs/gpt
     """
-    try:
+    with reported_errors():
         paths = _checkpoints(directories, every, iteration)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     (path, trouble), *others = paths
     if trouble is not None and not others:
         cannot(trouble)
