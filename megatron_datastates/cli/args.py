@@ -16,15 +16,15 @@ from megatron_datastates.cli.shared import (
     Table,
     any_format_argument,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
     json_option,
     print_json,
+    reported_errors,
     say,
 )
-from megatron_datastates.errors import DataStatesError, MissingKeyError
+from megatron_datastates.errors import MissingKeyError
 
 _ABSENT = "-"  # an argument that one of two checkpoints lacks
 
@@ -53,12 +53,10 @@ def args(
     \b
     Example: datastates args runs/gpt runs/gpt2
     """
-    try:
+    with reported_errors():
         found = _arguments(directory, iteration)
         other = None if second is None else _arguments(second, iteration)
         names = _chosen(found.keys() | (other or {}).keys(), keys or ["*"])
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     if other is None:
         _print_all({name: found[name] for name in names}, as_json)
         return

@@ -16,20 +16,20 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
+    advancing,
     any_format_argument,
     argument,
-    cannot,
     checkpoint_of,
     iteration_option,
     json_option,
     note,
     print_json,
-    progress_bar,
+    reported_errors,
     say,
     say_as_is,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
+from megatron_datastates.errors import MismatchError, OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ def cat(
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.slices import parse_slice
 
-    try:
+    with reported_errors():
         source, wanted_dtype = open_source(checkpoint_of(directory, iteration)), _dtype(dtype)
         if key in source.streams and key not in source.tensors and key not in source.objects:
             _cat_stream(source, key, target, refused=bool(part or dtype), as_json=as_json)
@@ -108,8 +108,6 @@ def cat(
             _write(target, content, wanted, wanted_dtype)
         else:
             _print_tensor(content, wanted, wanted_dtype, as_json)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -234,9 +232,8 @@ def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | N
     from megatron_datastates.format.values import element_bytes
 
     size = math.prod(wanted.shape) * element_bytes(content.dtype)
-    with progress_bar("reading") as progress:
-        task = progress.add_task("", total=size)
-        written = write_npy(target, content, wanted, dtype, lambda done: progress.advance(task, done))
+    with advancing("reading", size) as progress:
+        written = write_npy(target, content, wanted, dtype, progress)
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
     note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,22 +15,22 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     READABLE,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
     json_option,
     note,
     parse_size,
+    print_json,
     progress_bar,
+    reported_errors,
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-    from rich.progress import Task
 
     from megatron_datastates.convert.planning import Plan
     from megatron_datastates.convert.run import ConversionRequest, ConversionResult, RunConversion
@@ -130,7 +129,7 @@ def convert(
     \b
     Example: torchrun --nproc-per-node 8 -m megatron_datastates convert runs/gpt converted --all --memory 4GiB
     """
-    try:
+    with reported_errors():
         if every and iteration is not None:
             raise OptionError("--all and --iteration: choose one")
         if not every:
@@ -143,8 +142,6 @@ def convert(
         request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
         with team_of_torchrun() as team:
             failed = (_convert_run if every else _convert_one)(source, target, request, team, as_json)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     raise click.exceptions.Exit(1 if failed else 0)
 
 
@@ -169,14 +166,9 @@ class _Bars:
         self._count: SharedCount | None = None
         self._stopped = threading.Event()
 
-    @property
-    def task(self) -> Task | None:
-        """The bar's only task; None on other ranks."""
-        return None if self._bar is None else self._bar.tasks[0]
-
     def start(self, plan: Plan, stage: str) -> Progress:
         """Shows a bar for a stage in place of the last one; returns the function that advances it."""
-        self.stop()
+        self.close()
         self._count = self._team.new_count()
         if self._team.rank == 0:
             self._bar = progress_bar(stage)
@@ -196,7 +188,7 @@ class _Bars:
         if bar is not None and count is not None:
             bar.update(bar.tasks[0].id, completed=count.total())
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Removes the bar."""
         self._stopped.set()
         if self._bar is not None:
@@ -204,23 +196,14 @@ class _Bars:
         self._bar = None
 
 
-@contextmanager
-def _bars(team: Team) -> Iterator[_Bars]:
-    bars = _Bars(team)
-    try:
-        yield bars
-    finally:
-        bars.stop()
-
-
 def _convert_one(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:
     """Converts a checkpoint; returns whether only the tracker was not written, as other errors are raised."""
     from megatron_datastates.convert.run import convert_one
 
-    with _bars(team) as bars:
+    with contextlib.closing(_Bars(team)) as bars:
         found = convert_one(source, target, request, team, bars.start)
     if team.rank == 0 and as_json:
-        print(json.dumps(dataclasses.asdict(found.results[0])))
+        print_json(dataclasses.asdict(found.results[0]))
     elif team.rank == 0:
         _print_result(found.results[0])
         if not found.lacks_tracked:
@@ -235,16 +218,16 @@ def _convert_run(source: Path, target: Path, request: ConversionRequest, team: T
     """Converts a run; returns whether something failed, or the target lacks what the tracker names."""
     from megatron_datastates.convert.run import convert_run
 
-    with _bars(team) as bars:
+    with contextlib.closing(_Bars(team)) as bars:
 
         def finished(one: ConversionResult) -> None:
-            bars.stop()
+            bars.close()
             if team.rank == 0 and not as_json:
                 _print_result(one)
 
         found = convert_run(source, target, request, team, bars.start, finished)
     if team.rank == 0 and as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found.results]))
+        print_json([dataclasses.asdict(one) for one in found.results])
         if found.lacks_tracked:
             note(f"datastates: {found.next}")
     elif team.rank == 0:
@@ -262,8 +245,7 @@ def _print_result(one: ConversionResult) -> None:
         say(
             f"{one.target}: {one.format}: {counted(one.tensors, 'tensor')} and "
             f"{counted(one.objects, 'object')} in {counted(one.files, 'file')}, {size_text(one.bytes)} in "
-            f"{one.seconds:.1f} s",
-            4,
+            f"{one.seconds:.1f} s"
         )
         if one.note:
             say(f"note: {one.source}: {one.note}")

@@ -14,8 +14,8 @@ from megatron_datastates.cli.shared import (
     PATH,
     READABLE,
     Table,
+    advancing,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
@@ -24,11 +24,11 @@ from megatron_datastates.cli.shared import (
     memory_option,
     parse_memory,
     print_json,
-    progress_bar,
+    reported_errors,
     require_plot,
     say,
 )
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.convert.parts import layer_name
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.diff import Difference
@@ -77,14 +77,12 @@ def diff(
     \b
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
-    try:
+    with reported_errors():
         memory_bytes = parse_memory(memory)
         if plot is not None:
             require_plot(plot)
         paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
         found = _compare(*paths, keys, memory_bytes)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     if as_json:
         print_json(_as_json(found))
     else:
@@ -92,10 +90,8 @@ def diff(
     if plot is not None:  # last: a plot that fails does not lose the comparison
         from megatron_datastates.convert.pictures import plot_drift
 
-        try:
+        with reported_errors():
             plot_drift(found, (str(paths[0]), str(paths[1])), plot)
-        except (DataStatesError, OSError) as error:
-            cannot(error)
     raise click.exceptions.Exit(0 if found.equal else 1)
 
 
@@ -108,15 +104,8 @@ def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) 
     sources = [open_source(first), open_source(second)]
     one, other = by_parameter(sources)
     comparison = choose_comparison(one, other, keys)
-    with progress_bar("comparing") as progress:
-        task = progress.add_task("", total=comparison.bytes)
-        found = compare_checkpoints(
-            one,
-            other,
-            comparison,
-            memory_bytes=memory_bytes,
-            progress=lambda done: progress.advance(task, done),
-        )
+    with advancing("comparing", comparison.bytes) as progress:
+        found = compare_checkpoints(one, other, comparison, memory_bytes=memory_bytes, progress=progress)
     if not keys:
         found.objects_not_compared = len({key for source in sources for key in source.objects})
         found.streams_not_compared = len({key for source in sources for key in source.streams})
@@ -125,7 +114,7 @@ def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) 
 
 def _as_json(found: Difference) -> dict[str, Any]:
     layers = {
-        group: {_layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
+        group: {layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
         for group, drifts in found.layers.items()
     }
     modules = {
@@ -134,7 +123,7 @@ def _as_json(found: Difference) -> dict[str, Any]:
     }
     rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}, modules={}))
     first = found.first_layer
-    more = {"equal": found.equal, "first_layer": None if first is None else _layer_name(first)}
+    more = {"equal": found.equal, "first_layer": None if first is None else layer_name(first)}
     del rest["layers_apart"]
     drifts = {
         name: {key: _plain(drift) for key, drift in getattr(found, name).items()}
@@ -149,10 +138,6 @@ def _plain(drift: Drift) -> dict[str, float]:
     return plain | {"distance": drift.distance}
 
 
-def _layer_name(layer: tuple[str, int]) -> str:
-    return f"{layer[0]}.{layer[1]}"
-
-
 def _print(found: Difference) -> None:
     for word, keys in (("removed", found.removed), ("added", found.added)):
         for key in keys:
@@ -162,11 +147,11 @@ def _print(found: Difference) -> None:
             say(f"{what}: {key}: {one} and {other}")
     _print_drifts("tensor", {key: drift for key, drift in found.tensors.items() if drift.changed})
     for group, layers in found.layers.items():
-        by_name = {_layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
+        by_name = {layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
         _print_drifts(f"layer, {group}", by_name)
     _print_drifts("group", {group: drift for group, drift in found.groups.items() if drift.changed})
     if found.first_layer is not None:
-        say(f"first differing layer: {_layer_name(found.first_layer)}")
+        say(f"first differing layer: {layer_name(found.first_layer)}")
     changed = sum(1 for drift in found.tensors.values() if drift.changed)
     verdict = "equal" if found.equal else "different"
     others = [(found.objects_not_compared, "object"), (found.streams_not_compared, "stream")]

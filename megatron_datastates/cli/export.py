@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     PLACED,
+    advancing,
     any_format_argument,
     argument,
     cannot,
@@ -26,7 +26,7 @@ from megatron_datastates.cli.shared import (
     memory_option,
     parse_memory,
     parse_size,
-    progress_bar,
+    print_json,
     say,
     size_text,
 )
@@ -120,15 +120,14 @@ def export(
 
         source = _with_states(open_source(directory), keys)
         weights = choose_weights(source, keys, stacked=stacked)
-        with progress_bar("exporting") as progress:
-            task = progress.add_task("", total=sum(weight.bytes for weight in weights))
+        with advancing("exporting", sum(weight.bytes for weight in weights)) as progress:
             exported = export_weights(
                 source,
                 target,
                 weights,
                 shard_bytes=shard_bytes,
                 memory_bytes=parse_memory(memory),
-                progress=lambda done: progress.advance(task, done),
+                progress=progress,
             )
     except CorruptDataError as error:
         cannot(error)
@@ -136,7 +135,7 @@ def export(
         # With --hf, a FormatError also says that arguments and tensors do not fit a known architecture.
         cannot(error, 2 if hf else None)
     if as_json:
-        print(json.dumps({"target": str(target)} | dataclasses.asdict(exported)))
+        print_json({"target": str(target)} | dataclasses.asdict(exported))
         return
     say(
         f"{target}: {counted(exported.tensors, 'tensor')}, {size_text(exported.tensor_bytes)}, "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,19 +14,21 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     LOCAL_READABLE,
     READABLE,
+    advancing,
     argument,
-    cannot,
     counted,
     json_option,
     note,
     parse_memory,
+    print_json,
     progress_bar,
+    reported_errors,
     say,
     say_as_is,
     size_text,
 )
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import BACKEND
 
 if TYPE_CHECKING:
@@ -62,8 +64,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
 
     source = open_source(directory)
     model = read_model(source, dtype=wanted.dtype, vocab_size=wanted.vocab_size)
-    with progress_bar("exporting") as progress:
-        task = progress.add_task("", total=sum(tensor.bytes for tensor in model.tensors))
+    with advancing("exporting", sum(tensor.bytes for tensor in model.tensors)) as progress:
         exported = export_model(
             source,
             target,
@@ -71,7 +72,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
             tokenizer=wanted.tokenizer,
             shard_bytes=wanted.shard_bytes,
             memory_bytes=parse_memory(wanted.memory),
-            progress=lambda done: progress.advance(task, done),
+            progress=progress,
         )
     family = model.family
     notes = [*model.notes]
@@ -79,7 +80,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
         notes.append("tokenizer: not written; --tokenizer DIR copies its files")
     if wanted.as_json:
         found = dataclasses.asdict(exported) | {"model_type": family.model_type, "notes": notes}
-        print(json.dumps({"target": str(target)} | found))
+        print_json({"target": str(target)} | found)
         return
     say(
         f"{target}: {family.architecture}, {model.dtype}: {counted(exported.tensors, 'tensor')}, "
@@ -125,12 +126,15 @@ def import_hugging_face(
     from megatron_datastates.convert.hf.source import HuggingFaceSource
     from megatron_datastates.convert.limits import Limits
 
-    try:
+    with reported_errors(2):
         if transformer_impl not in (LOCAL, TRANSFORMER_ENGINE):
             raise OptionError(
                 f"--transformer-impl {transformer_impl}: expected {TRANSFORMER_ENGINE} or {LOCAL}"
             )
-        with HuggingFaceSource(source, transformer_impl) as opened, progress_bar("importing") as progress:
+        with (
+            contextlib.closing(HuggingFaceSource(source, transformer_impl)) as opened,
+            progress_bar("importing") as progress,
+        ):
             flags = command_line(opened.arguments)
             if transformer_impl == LOCAL:  # not Megatron's default, and the weights have its keys
                 flags.append(f"--transformer-impl {LOCAL}")
@@ -141,8 +145,6 @@ def import_hugging_face(
 
             limits = Limits(parse_memory(memory))
             plan = import_model(opened, target, format=to, limits=limits, start=start)
-    except (DataStatesError, OSError) as error:
-        cannot(error, 2)
     _print_imported(plan, flags, opened, as_json)
 
 
@@ -150,7 +152,7 @@ def _print_imported(plan: Plan, flags: list[str], source: HuggingFaceSource, as_
     run, count = plan.target.parent, len(source.tensors)
     if as_json:
         found = {"target": str(plan.target), "format": plan.format, "tensors": count}
-        print(json.dumps(found | {"bytes": sum(plan.file_bytes), "arguments": flags}))
+        print_json(found | {"bytes": sum(plan.file_bytes), "arguments": flags})
         return
     size = size_text(sum(plan.file_bytes))
     say(f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,8 @@ from megatron_datastates.cli.shared import (
     cannot,
     json_option,
     parallelism_text,
+    print_json,
+    reported_errors,
     require_directory,
     run_argument,
     say,
@@ -59,7 +60,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     from megatron_datastates.pipeline.runs.run_folders import why_no_run
     from megatron_datastates.pipeline.runs.runs import is_published
 
-    try:
+    with reported_errors():
         near = near_root(near_text) if near_text else None  # an empty variable of a script names none
         require_directory(root)
         if near and not near.is_dir():
@@ -69,11 +70,9 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
             )
         runs = look_at_run(root)
         looks = runs or ([] if is_published(root) else look_at_others(root))
-    except (DataStatesError, OSError) as error:
-        cannot(error)
-    if as_json:
-        print(json.dumps([_plain(look) | _near_files(look, root, near) for look in looks]))
     held = near_iterations(near_run(near, root)) if near else {}
+    if as_json:
+        print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in looks])
     if not looks and not held:
         cannot(NotACheckpointError(why_no_run(root)))
     if not as_json:
@@ -101,10 +100,7 @@ def _plain(look: Look) -> dict[str, Any]:
     }
 
 
-def _near_files(look: Look, root: Path, near: Path | None) -> dict[str, Any]:
-    if not near:
-        return {}
-    held = near_iterations(near_run(near, root))
+def _near_files(look: Look, held: Mapping[int, Holding]) -> dict[str, Any]:
     holding = held.get(look.iteration) if look.iteration is not None else None
     if holding is None:
         return {"near_files": 0, "near_copies": 0, "near_nodes": []}

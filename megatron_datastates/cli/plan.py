@@ -183,7 +183,7 @@ def _made(
     copy_rate: float,
 ) -> Plan:
     sizes = {name: given.get(name) or arguments.number(flag, 1) for name, flag in _FLAGS.items()}
-    if not given.get("expert_tensor") and not arguments.text(_FLAGS["expert_tensor"], ""):
+    if not arguments.text(_FLAGS["expert_tensor"], ""):
         # Megatron's default; without experts neither matters, and --params says nothing of them.
         has_experts = parameters is None and arguments.has("num-experts")
         sizes["expert_tensor"] = sizes["tensor"] if has_experts else 1
@@ -232,10 +232,7 @@ def _print(made: Plan, iteration: float | None) -> None:
     say_rows(_rows(made))
     say()
     for text in _advice(made, iteration):
-        if text.startswith("    --"):  # to be copied
-            say(text)
-        else:
-            say(text)
+        say(text)
     say()
     say("Assumptions:")
     for text in made.assumptions:

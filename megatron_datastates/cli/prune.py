@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +9,18 @@ import click
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    cannot,
+    advancing,
     counted,
     json_option,
     note,
-    progress_bar,
+    print_json,
+    reported_errors,
     require_directory,
     run_argument,
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
@@ -92,7 +92,7 @@ def prune(
     from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
     from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 
-    try:
+    with reported_errors(2):  # that of a damaged tracker, too, which is no checkpoint's
         require_directory(root)
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
         if yes and not is_object(root):
@@ -105,8 +105,6 @@ def prune(
             _print_plan(plan, sizes, yes)
         failed: list[tuple[Iteration, StorageError]] = []
         gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
-    except (DataStatesError, OSError) as error:
-        cannot(error, 2)  # that of a damaged tracker, too, which is no checkpoint's
     swept: list[UnnamedFile] = []
     lacks_some = bool(failed)
     try:
@@ -116,10 +114,10 @@ def prune(
         note(f"datastates: {error}")
         lacks_some = True
     if as_json:
-        print(json.dumps(_plain(plan, sizes, [] if yes else plan.removed, gone) | {
+        print_json(_plain(plan, sizes, [] if yes else plan.removed, gone) | {
             "left_overs_done": [str(file.path) for file in swept],
             "failed": [{"iteration": one.number, "why": str(why)} for one, why in failed],
-        }))  # fmt: skip
+        })  # fmt: skip
     elif yes:
         checkpoints = _done(len(gone), len(plan.removed), "checkpoint")
         files = _done(len(swept), len(plan.left_overs), "left-over file")
@@ -149,13 +147,12 @@ def _prune_with_progress(
         note(str(why))
         failed.append((one, why))
 
-    with progress_bar("removing") as progress:
-        task = progress.add_task("", total=sum(sizes.values()))
+    with advancing("removing", sum(sizes.values())) as progress:
         return prune_run(
             root,
             rules,
             other_formats(root),
-            progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
+            progress=lambda one: progress(sizes.get(one.path, 0)),
             stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
             fails=fail,
         )

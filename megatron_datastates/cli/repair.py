@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    cannot,
+    advancing,
     checkpoint_of,
     counted,
     directory_argument,
     iteration_option,
     json_option,
-    progress_bar,
+    print_json,
+    reported_errors,
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.upkeep.repair import Repair
@@ -40,24 +39,21 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
     \b
     Example: datastates repair runs/gpt/iter_0001000
     """
-    try:
+    with reported_errors(2):
         path = checkpoint_of(directory, iteration)
         done = _repair_with_progress(path)
-    except (DataStatesError, OSError) as error:
-        cannot(error, 2)
     if as_json:
         manifest = done.manifest
-        print(json.dumps({
+        print_json({
             "save_id": str(manifest.save_id), "iteration": manifest.iteration, "files": len(manifest.files),
             "bytes_checked": done.bytes_checked, "notes": done.notes,
-        }))  # fmt: skip
+        })  # fmt: skip
         return
     for note in done.notes:
-        say(f"note: {note}", 4)
+        say(f"note: {note}")
     say(
         f"{path}: repaired: save {done.manifest.save_id}, {counted(len(done.manifest.files), 'data file')}, "
-        f"{size_text(done.bytes_checked)} checked",
-        4,
+        f"{size_text(done.bytes_checked)} checked"
     )
 
 
@@ -65,6 +61,5 @@ def _repair_with_progress(directory: Path) -> Repair:
     from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.repair import repair as repair_checkpoint
 
-    with progress_bar("checking") as progress:
-        task = progress.add_task("", total=stored_bytes(directory))
-        return repair_checkpoint(directory, progress=lambda done: progress.advance(task, done))
+    with advancing("checking", stored_bytes(directory)) as progress:
+        return repair_checkpoint(directory, progress=progress)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_datastates.cli.program import app
-from megatron_datastates.cli.shared import PATH, Table, argument, cannot, counted, note, say
-from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
+from megatron_datastates.cli.shared import PATH, Table, argument, counted, note, reported_errors, say
+from megatron_datastates.errors import MissingPackageError, OptionError
 
 if TYPE_CHECKING:
     from megatron_datastates.reports.advice import Advice
@@ -63,7 +63,7 @@ def report(
     from megatron_datastates.reports.advice import advise
     from megatron_datastates.reports.reading import read_reports
 
-    try:
+    with reported_errors():
         if last is not None and last < 1:
             raise OptionError(f"--last {last}: expected at least 1")
         made = None if folder is None else folder.absolute()
@@ -79,8 +79,6 @@ def report(
         advice = advise(found.saves)
         _print(found, advice)
         _write(files, found, advice, folder, page, picture)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
 
 
 def _print(found: Reports, advice: list[Advice]) -> None:

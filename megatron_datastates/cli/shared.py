@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
@@ -22,6 +22,7 @@ import click
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import (
+    DataStatesError,
     NotACheckpointError,
     OptionError,
     StorageError,
@@ -77,11 +78,6 @@ def local(path: Path) -> Path:
     return path
 
 
-def local_readable(path: Path) -> Path:
-    """Checks what `local` and `readable` check; returns the path."""
-    return readable(local(path))
-
-
 def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], Command]:
     """Declares a positional argument. Before release 8.5 of click, --help only names it."""
     if "help" in inspect.signature(click.Argument).parameters:
@@ -108,7 +104,7 @@ class _CheckedPath(click.Path):
 PATH = _CheckedPath(local)
 PLACED = _CheckedPath()
 READABLE = _CheckedPath(readable)
-LOCAL_READABLE = _CheckedPath(local_readable)
+LOCAL_READABLE = _CheckedPath(lambda path: readable(local(path)))
 
 _OF_A_RUN = "The directory of a run stands for the checkpoint that its tracker names."
 directory_argument = argument(
@@ -162,6 +158,14 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
 
 
+@contextlib.contextmanager
+def advancing(verb: str, total_bytes: int, disable: bool = False) -> Iterator[Callable[[int], None]]:
+    """Shows the progress bar of a job of known size; yields what is called with how much more is done."""
+    with progress_bar(verb, disable) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda done: bar.advance(task, done)
+
+
 def say(text: str = "", hanging: int = 4) -> None:
     """Prints text to standard output; control characters become escapes. In a terminal it is folded.
 
@@ -193,14 +197,15 @@ def _folded(text: str, stream: TextIO, hanging: int) -> str:
     columns = _columns(stream)
     if columns is None:
         return text
-    return "\n".join("\n".join(_fold(line, columns, hanging)) for line in text.split("\n"))
-
-
-def _fold(line: str, columns: int, hanging: int) -> list[str]:
-    fold = textwrap.TextWrapper(columns, expand_tabs=False, replace_whitespace=False)
-    fold.break_long_words = fold.break_on_hyphens = False
-    fold.subsequent_indent = " " * hanging
-    return fold.wrap(line) or [""]
+    wrapper = textwrap.TextWrapper(
+        columns,
+        subsequent_indent=" " * hanging,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def _columns(stream: TextIO) -> int | None:
@@ -224,7 +229,7 @@ class Table:
 
     def __init__(self, *columns: str) -> None:
         self._right = [name.startswith(">") for name in columns]
-        self._rows = [[name.removeprefix(">") for name in columns]] if columns else []
+        self._rows = [[name.removeprefix(">") for name in columns]]
 
     def add(self, *cells: str) -> None:
         """Adds a row; control characters become escapes."""
@@ -238,16 +243,12 @@ class Table:
             max((len(cell) for cell in column if 2 * len(cell) <= columns), default=0)
             for column in zip(*self._rows, strict=True)
         ]
-        right = self._right or [False] * len(widths)
-        lines: list[str] = []
         for row in self._rows:
             cells = [
                 cell.rjust(width) if to_right else cell.ljust(width)
-                for cell, width, to_right in zip(row, widths, right, strict=True)
+                for cell, width, to_right in zip(row, widths, self._right, strict=True)
             ]
-            lines += _row_lines(cells, columns)
-        if lines:
-            print("\n".join(lines))
+            print("\n".join(_row_lines(cells, columns)))
 
 
 def _row_lines(cells: Sequence[str], columns: int) -> list[str]:
@@ -341,6 +342,15 @@ def cannot(error: Exception, code: int | None = None) -> NoReturn:
         raise error
     note(f"datastates: {describe_error(error)}")
     raise click.exceptions.Exit((1 if is_damage(error) else 2) if code is None else code)
+
+
+@contextlib.contextmanager
+def reported_errors(code: int | None = None) -> Iterator[None]:
+    """Ends the command as `cannot` does if the body raises one of these errors."""
+    try:
+        yield
+    except (DataStatesError, OSError) as error:
+        cannot(error, code)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -11,20 +11,20 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     Table,
+    advancing,
     any_format_argument,
     argument,
-    cannot,
     checkpoint_of,
     counted,
     iteration_option,
     json_option,
     print_json,
-    progress_bar,
+    reported_errors,
     say,
     say_rows,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, MissingKeyError
+from megatron_datastates.errors import MissingKeyError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.contents import Content
@@ -65,7 +65,7 @@ def show(
     \b
     Example: datastates show runs/gpt/iter_0001000 '*norm*' --stats
     """
-    try:
+    with reported_errors():
         path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once
         from megatron_datastates.convert.contents import contents
         from megatron_datastates.convert.open import open_source
@@ -80,11 +80,11 @@ def show(
                 if pattern == _EVERYTHING
                 else f"no key in {path} matches {pattern!r}: leave out the pattern to list all keys"
             )
-        found = _statistics(tensors, quiet=as_json) if stats else _no_statistics(tensors)
+        found: list[Statistics | None] = [None] * len(tensors)
+        if stats:
+            found = _statistics(tensors, quiet=as_json)
         if pattern == _EVERYTHING and not as_json:
             _print_summary(path, source)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     if as_json:
         rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
         print_json({"format": source.format, "tensors": rows, "objects": objects, "streams": streams})
@@ -114,13 +114,8 @@ def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:
 def _statistics(tensors: list[Content], quiet: bool) -> list[Statistics | None]:
     from megatron_datastates.convert.statistics import statistics
 
-    with progress_bar("reading", disable=quiet) as progress:
-        task = progress.add_task("", total=sum(content.bytes for content in tensors))
-        return statistics(tensors, lambda done: progress.advance(task, done))
-
-
-def _no_statistics(tensors: list[Content]) -> list[Statistics | None]:
-    return [None for _ in tensors]
+    with advancing("reading", sum(content.bytes for content in tensors), disable=quiet) as progress:
+        return statistics(tensors, progress)
 
 
 def _numbers(found: Statistics | None) -> dict[str, float | int | None]:
@@ -163,6 +158,6 @@ def _print_tensors(tensors: list[Content], found: list[Statistics | None], stats
 def _print_tail(kind: str, rows: list[dict[str, Any]]) -> None:
     table = Table(">size", kind)
     for row in rows:
-        table.add("-" if row["bytes"] is None else size_text(row["bytes"]), row["key"])
+        table.add(size_text(row["bytes"]), row["key"])
     if rows:
         table.print()

@@ -14,20 +14,19 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     Table,
-    cannot,
+    advancing,
     json_option,
     keys_option,
     memory_option,
     note,
     parse_memory,
     print_json,
-    progress_bar,
+    reported_errors,
     require_directory,
     require_plot,
     run_argument,
     say,
 )
-from megatron_datastates.errors import DataStatesError
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.trend import Point, Step, Trend
@@ -66,14 +65,12 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     \b
     Example: datastates trend runs/gpt --keys 'decoder.*' --plot trend.png
     """
-    try:
+    with reported_errors():
         memory_bytes = parse_memory(memory)
         require_directory(root)
         if plot is not None:
             require_plot(plot)
         found = _follow(root, keys, memory_bytes)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     skipped = [step for step in found.steps if step.skipped]
     for step in skipped:
         note(f"datastates: skipped {step.path}: {step.skipped}")
@@ -84,10 +81,8 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     if plot is not None:  # last: a plot that fails does not lose the numbers
         from megatron_datastates.convert.pictures import plot_trend
 
-        try:
+        with reported_errors():
             plot_trend(found, str(root), plot)
-        except (DataStatesError, OSError) as error:
-            cannot(error)
     raise click.exceptions.Exit(1 if skipped else 0)
 
 
@@ -95,11 +90,8 @@ def _follow(run: Path, keys: Sequence[str], memory_bytes: int) -> Trend:
     from megatron_datastates.convert.trend import follow, open_run, select
 
     selection = select(open_run(run), keys, str(run))
-    with progress_bar("reading") as progress:
-        task = progress.add_task("", total=selection.bytes)
-        return follow(
-            selection, memory_bytes=memory_bytes, progress=lambda done: progress.advance(task, done)
-        )
+    with advancing("reading", selection.bytes) as progress:
+        return follow(selection, memory_bytes=memory_bytes, progress=progress)
 
 
 def _as_json(found: Trend) -> dict[str, Any]:
@@ -125,22 +117,11 @@ def _ordered(found: Trend) -> list[tuple[tuple[str, str], list[Point | None]]]:
 def _plain(point: Point | None) -> dict[str, float | None] | None:
     if point is None:
         return None
-    update = point.update
+    names, update = ("update", "relative", "largest_change", "not_finite"), point.update
     if update is None:
-        return {
-            "norm": point.norm,
-            "update": None,
-            "relative": None,
-            "largest_change": None,
-            "not_finite": None,
-        }
-    return {
-        "norm": point.norm,
-        "update": update.norm,
-        "relative": update.distance,
-        "largest_change": update.largest_absolute,
-        "not_finite": update.not_finite,
-    }
+        return {"norm": point.norm, **dict.fromkeys(names)}
+    numbers = (update.norm, update.distance, update.largest_absolute, update.not_finite)
+    return {"norm": point.norm, **dict(zip(names, numbers, strict=True))}
 
 
 def _print(found: Trend) -> None:

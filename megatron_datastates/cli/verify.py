@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,9 @@ from megatron_datastates.cli.shared import (
     iteration_option,
     json_option,
     note,
+    print_json,
     progress_bar,
+    reported_errors,
     say,
     size_text,
 )
@@ -80,10 +81,8 @@ def verify(
     \b
     Example: datastates verify --all runs/gpt
     """
-    try:
+    with reported_errors():
         paths = _checkpoints(directories, every, iteration)
-    except (DataStatesError, OSError) as error:
-        cannot(error)
     (path, trouble), *others = paths
     if trouble is not None and not others:
         cannot(trouble)
@@ -93,7 +92,7 @@ def verify(
             cannot(verdict)
         verdicts: list[Verdict | Exception] = [verdict]
         if as_json:
-            print(json.dumps(_plain(verdict)))
+            print_json(_plain(verdict))
         else:
             _print_verdict(path, verdict, quick)
     else:
@@ -148,7 +147,7 @@ def _check_all(
         else:
             _print_verdict(path, verdict, quick)
     if as_json:
-        print(json.dumps(rows))
+        print_json(rows)
         return verdicts
     good = sum(_plain(verdict)["good"] is True for verdict in verdicts)
     faulty = sum(_plain(verdict)["good"] is False for verdict in verdicts)
@@ -225,6 +224,5 @@ def _print_verdict(directory: Path, verdict: Verdict, quick: bool) -> None:
     say(
         f"{directory}: {state}: {counted(verdict.tensors, 'tensor')} and "
         f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}"
-        f"{checked}{unchecked}{uncovered}",
-        4,
+        f"{checked}{unchecked}{uncovered}"
     )

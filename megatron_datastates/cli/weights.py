@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.cli.shared import counted, note, progress_bar, say, size_text
+from megatron_datastates.cli.shared import advancing, counted, note, print_json, say, size_text
 from megatron_datastates.errors import DataStatesError, describe_error
 from megatron_datastates.format.directory import is_through_dcp, iteration_in_name
 
@@ -57,7 +56,7 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
         except (DataStatesError, OSError) as error:
             call.fail(one, error)
     if as_json:
-        print(json.dumps(call.found))
+        print_json(call.found)
     else:
         call.print_summary()
     return 1 if call.found["failed"] else 0
@@ -106,9 +105,8 @@ class _Call:
     def _carry_out(self, plan: DropPlan) -> int:
         from megatron_datastates.convert.weights_only import drop_optimizer
 
-        with progress_bar("rewriting") as bar:
-            task = bar.add_task("", total=plan.written_bytes)
-            return drop_optimizer(plan, progress=lambda done: bar.advance(task, done))
+        with advancing("rewriting", plan.written_bytes) as progress:
+            return drop_optimizer(plan, progress=progress)
 
     def print_summary(self) -> None:
         dropped, failed = self.found["would_drop"] + self.found["dropped"], self.found["failed"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_datastates.pipeline.loading.optimizer import StateTensor
+    from megatron_datastates.plan.coverage import StoredBoxes
 
 Read = Callable[[Sequence[int], Sequence[int]], "torch.Tensor"]  # takes an offset and a shape
 
@@ -59,9 +60,7 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
     """
     states = _optimizer_state(source) if optimizer else {}
     if states:
-        return _matching(
-            states, lambda key: states[key].global_shape, pattern, lambda key: _state_content(states[key])
-        )
+        return _matching(states, states, pattern, lambda key: _state_content(states[key]))
     keys = sorted(filter(is_state, source.tensors) if optimizer else source.tensors)
     if optimizer and not keys:
         raise MissingKeyError(
@@ -69,14 +68,12 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
             "state, without --optimizer"
         )
     source.preload(keys)
-    return _matching(
-        keys, lambda key: source.tensors[key].global_shape, pattern, lambda key: _stored_content(source, key)
-    )
+    return _matching(keys, source.tensors, pattern, lambda key: _stored_content(source, key))
 
 
 def _matching(
-    keys: Collection[str],
-    shape_of: Callable[[str], Sequence[int]],
+    keys: Iterable[str],
+    tensors: Mapping[str, StoredBoxes],
     pattern: str,
     content_of: Callable[[str], Content],
 ) -> list[Content]:
@@ -86,7 +83,8 @@ def _matching(
         if fnmatch.fnmatchcase(key, pattern):
             found.append(content_of(key))
             continue
-        parts = [part for part in parts_of(key, shape_of(key)) if fnmatch.fnmatchcase(part.name, pattern)]
+        parts = parts_of(key, tensors[key].global_shape)
+        parts = [part for part in parts if fnmatch.fnmatchcase(part.name, pattern)]
         if parts:
             whole = content_of(key)
             found += [_layer_of(whole, part) for part in parts]

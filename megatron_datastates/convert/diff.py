@@ -75,20 +75,20 @@ def choose_comparison(first: Tensors, second: Tensors, patterns: Sequence[str] =
     Raises:
         MissingKeyError: a pattern matches nothing in either checkpoint.
     """
-    where = f"{first.directory} or {second.directory}"
-
-    def shape_of(key: str) -> Sequence[int]:
-        return (first if key in first.tensors else second).tensors[key].global_shape
-
-    chosen = choose_parts({*first.tensors, *second.tensors}, shape_of, patterns, where)
+    shapes = {
+        key: (first if key in first.tensors else second).tensors[key].global_shape
+        for key in first.tensors.keys() | second.tensors.keys()
+    }
+    chosen = choose_parts(shapes, patterns, f"{first.directory} or {second.directory}")
     both = [key for key in chosen if key in first.tensors and key in second.tensors]
     parts = {key: choice.parts for key, choice in chosen.items()}
-    total = sum(_bytes_of(first, key, parts[key]) for key in both)
+    total = sum(bytes_of(first, key, parts[key]) for key in both)
     removed = [key for key in chosen if key not in second.tensors]
     return Comparison(both, removed, [key for key in chosen if key not in first.tensors], parts, total)
 
 
-def _bytes_of(source: Tensors, key: str, parts: Sequence[Part]) -> int:
+def bytes_of(source: Tensors, key: str, parts: Sequence[Part]) -> int:
+    """Returns the size of parts of a tensor."""
     return sum(math.prod(part.shape) for part in parts) * element_bytes(source.tensors[key].dtype)
 
 
@@ -113,7 +113,7 @@ def diff(
     compared: dict[str, list[Part]] = {}
     for key in comparison.both:
         if not _is_comparable(first, second, key, found):
-            progress(_bytes_of(first, key, comparison.parts[key]))
+            progress(bytes_of(first, key, comparison.parts[key]))
             continue
         found.tensors[key] = Drift()
         found.groups.setdefault(group_of(key), Drift())

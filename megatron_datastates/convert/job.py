@@ -88,7 +88,7 @@ def convert(
             team.on_rank_zero(lambda: held.enter_context(made_parents(plan.target)))
             team.on_rank_zero(
                 lambda: held.enter_context(
-                    locked_work_directory(plan.work_directory, _other_names(plan.source))
+                    locked_work_directory(plan.work_directory, plan.target, _other_names(plan.source))
                 )
             )
         held.enter_context(named_as(plan.work_directory, plan.target))
@@ -124,9 +124,8 @@ def _upload(plan: Plan, team: Team) -> None:
 
 
 def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Sink:
-    window = limits.window_bytes(len(plan.files))
+    window, options = limits.window_bytes(len(plan.files)), engine_options(limits.staging_bytes)
     if plan.format == TorchDistSink.format:
-        options = engine_options(limits.staging_bytes)
         return TorchDistSink(plan.source, plan.work_directory, window, progress, options=options)
     return DataStatesSink(
         plan.source,
@@ -135,7 +134,7 @@ def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Si
         progress,
         save_id=save_id,
         world_size=len(plan.files),
-        options=engine_options(limits.staging_bytes),
+        options=options,
     )
 
 

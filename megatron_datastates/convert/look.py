@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import re
-from collections.abc import Callable, Set
+from collections.abc import Set
 from pathlib import Path
 
 import msgspec
@@ -148,14 +147,15 @@ def look_at(path: Path, *, tracked: bool = False, records: Records | None = None
     """
     format = format_seen(path)
     look = Look(path, iteration_in_name(path.name), format, COMPLETE, 0, "", tracked)
-    kinds: dict[str, Callable[[Look], None]] = {
-        BACKEND: _look_at_ours,
-        TORCH_DIST: functools.partial(_look_at_torch_dist, records=records),
-    }
     try:
         look.bytes, look.created = stored_bytes(path), _changed(path)
         names_in(path)  # an error is a permission that lacks
-        kinds.get(format, _look_at_other)(look)
+        if format == BACKEND:
+            _look_at_ours(look)
+        elif format == TORCH_DIST:
+            _look_at_torch_dist(look, records=records)
+        else:
+            _look_at_other(look)
     except _FoundError as found:
         look.state, look.problem = found.args
     except (DataStatesError, OSError) as error:
@@ -331,13 +331,12 @@ def _changed(path: Path) -> str:
     try:
         at = (path / METADATA_NAME).stat().st_mtime
     except OSError:
-        at = _newest_object(path) if is_object(path) else path.stat().st_mtime
+        if is_object(path):
+            at = max((one.changed_at for one in stores.objects_below(path)), default=0.0)
+        else:
+            at = path.stat().st_mtime
     when = datetime.datetime.fromtimestamp(at, datetime.UTC)
     return when.isoformat(timespec="seconds")
-
-
-def _newest_object(path: Path) -> float:
-    return max((one.changed_at for one in stores.objects_below(path)), default=0.0)
 
 
 def _size(path: Path) -> int | None:

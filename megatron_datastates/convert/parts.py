@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_datastates.errors import MissingKeyError
 
@@ -110,10 +110,15 @@ def group_of(key: str) -> str:
     return f"optimizer {state.name if state else key.rpartition('.')[2]}"
 
 
+def layer_name(layer: tuple[str, int]) -> str:
+    """Returns the name of a layer, such as `decoder.layers.3`."""
+    return f"{layer[0]}.{layer[1]}"
+
+
 def place_of(key: str, layer: tuple[str, int] | None) -> str:
     """Returns where in the model elements of a tensor are: `decoder.layers.3`, or a module without layers."""
     if layer is not None:
-        return f"{layer[0]}.{layer[1]}"
+        return layer_name(layer)
     state = _state_of(key)
     name = key[state.parameter] if state else key
     if "bucket_idx_" in name:  # optimizer state in bucket space, without a map
@@ -163,14 +168,14 @@ def stacked_key(name: str) -> tuple[str, int] | None:
 
 
 def choose_parts(
-    keys: Collection[str], shape_of: Callable[[str], Sequence[int]], patterns: Sequence[str], where: str
+    shapes: Mapping[str, Sequence[int]], patterns: Sequence[str], where: str
 ) -> dict[str, Choice]:
     """Returns, by sorted key, what matches any of the shell patterns (`*`, `?`, `[..]`); all, without any.
 
     A pattern matches a key as it is stored, with all its layers, or one layer by its name.
 
     Args:
-        shape_of: returns a tensor's global shape.
+        shapes: global shapes of tensors by key.
         where: name of the checkpoint, for the message.
 
     Raises:
@@ -179,8 +184,8 @@ def choose_parts(
     chosen: dict[str, Choice] = {}
     matchers = {pattern: re.compile(fnmatch.translate(pattern)).match for pattern in patterns or ["*"]}
     found: set[str] = set()
-    for key in sorted(keys):
-        parts, whole = parts_of(key, shape_of(key)), {p for p, matches in matchers.items() if matches(key)}
+    for key, shape in sorted(shapes.items()):
+        parts, whole = parts_of(key, shape), {p for p, matches in matchers.items() if matches(key)}
         layers = {p: {part.name for part in parts if matchers[p](part.name)} for p in matchers.keys() - whole}
         found |= whole | {pattern for pattern, names in layers.items() if names}
         some = (
@@ -190,9 +195,9 @@ def choose_parts(
             chosen[key] = Choice(some, bool(whole))
     missing = next((pattern for pattern in patterns if pattern not in found), None)
     if missing is not None:
-        if not keys:
+        if not shapes:
             raise MissingKeyError(f"{where} holds no tensors")
-        known = ", ".join(map(repr, sorted(keys)[:3]))
+        known = ", ".join(map(repr, sorted(shapes)[:3]))
         raise MissingKeyError(
             f"no tensor in {where} matches {missing!r}: expected a key such as {known}, "
             "or a pattern (* matches anything)"

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_datastates.convert.diff import Difference
 from megatron_datastates.convert.drift import Drift
-from megatron_datastates.convert.parts import is_layer, place_of, place_order
+from megatron_datastates.convert.parts import is_layer, layer_name, place_order
 from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.trend import Point, Trend
 from megatron_datastates.errors import optional_package
@@ -164,13 +164,13 @@ def _short(name: str) -> str:
 
 
 def _by_place(found: Difference, group: str) -> dict[str, Drift]:
-    layers = {place_of("", layer): drift for layer, drift in found.layers.get(group, {}).items()}
+    layers = {layer_name(layer): drift for layer, drift in found.layers.get(group, {}).items()}
     return layers | found.modules.get(group, {})
 
 
 def _places(found: Difference, groups: Sequence[str]) -> list[str]:
     """Returns all places in order; of modules outside of the layers those that changed most."""
-    layers = {place_of("", layer) for group in groups for layer in found.layers.get(group, {})}
+    layers = {layer_name(layer) for group in groups for layer in found.layers.get(group, {})}
     modules: dict[str, float] = {}
     for group in groups:
         for place, drift in found.modules.get(group, {}).items():

@@ -162,4 +162,4 @@ def _distribute(source: Source, files: Sequence[RankContents], ranks: int) -> li
         found[n % ranks].objects.append(key)
     for n, key in enumerate(key for file in files for key in file.streams):
         found[-1 - n % ranks].streams.append(key)
-    return [file for file in found if file.fragments or file.objects or file.streams]
+    return [file for file in found if not file.is_empty]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_datastates.convert.batches import AHEAD, Cut, batches
-from megatron_datastates.convert.diff import THREADS
+from megatron_datastates.convert.diff import THREADS, bytes_of
 from megatron_datastates.convert.drift import Drift, compare_all
 from megatron_datastates.convert.look import COMPLETE, look_at
 from megatron_datastates.convert.open import open_source
@@ -24,7 +24,6 @@ from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.views import Tensors, same_keys, view
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
-from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, why_no_run
 
 if TYPE_CHECKING:
@@ -116,12 +115,9 @@ def open_run(run: Path) -> list[Step]:
     """
     if not is_run(run):
         raise NotACheckpointError(why_no_run(run))
-    steps, sources = [], []
-    for path in checkpoint_directories(run):
-        step, source = _open(path)
-        steps.append(step)
-        sources.append(source)
-    opened = [(step, source) for step, source in zip(steps, sources, strict=True) if source is not None]
+    found = [_open(path) for path in checkpoint_directories(run)]
+    steps = [step for step, _ in found]
+    opened = [(step, source) for step, source in found if source is not None]
     if not opened:
         why = "; ".join(f"{step.path.name}: {step.skipped}" for step in steps[-1:])
         raise NotACheckpointError(f"no checkpoint of {run} can be read: {why or 'it has none'}")
@@ -157,13 +153,11 @@ def select(steps: list[Step], patterns: Sequence[str], where: str) -> Selection:
         for key in step.tensors.tensors
         if patterns or not is_of_generators(key)
     }
-    choices = choose_parts(newest, lambda key: newest[key].tensors[key].global_shape, patterns, where)
+    shapes = {key: one.tensors[key].global_shape for key, one in newest.items()}
+    choices = choose_parts(shapes, patterns, where)
     parts = {key: choice.parts for key, choice in choices.items()}
     selection = Selection(steps, newest, parts, 0)
-    sizes = {
-        key: element_bytes(newest[key].tensors[key].dtype) * sum(math.prod(part.shape) for part in parts[key])
-        for key in parts
-    }
+    sizes = {key: bytes_of(newest[key], key, parts[key]) for key in parts}
     total = sum(size for step in steps for key, size in sizes.items() if selection.has(step, key))
     return dataclasses.replace(selection, bytes=total)
 

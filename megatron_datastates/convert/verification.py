@@ -58,7 +58,9 @@ def _compare(
     source: Source, written: Source, contents: RankContents, window_bytes: int, progress: Progress
 ) -> None:
     _compare_fragments(source, written, contents, window_bytes, progress)
-    _compare_objects(source, written, contents.objects)
+    for key in contents.objects:
+        if source.read_object(key) != written.read_object(key):
+            raise _difference(f"object {key!r}")
     for key in contents.streams:
         if _digest(source, key) != _digest(written, key):
             raise _difference(f"stream {key!r}")
@@ -92,12 +94,6 @@ def _digest(source: Source, key: str) -> bytes:
     for buffer in source.open_stream(key):
         digest.update(buffer)
     return digest.digest()
-
-
-def _compare_objects(source: Source, written: Source, keys: Sequence[str]) -> None:
-    for key in keys:
-        if source.read_object(key) != written.read_object(key):
-            raise _difference(f"object {key!r}")
 
 
 def _check_crc(found: int, expected: int, where: str) -> None:

@@ -33,12 +33,7 @@ from typing import Any
 import msgspec
 
 from megatron_datastates import stores
-from megatron_datastates.convert.integrity_file import (
-    encode_sums,
-    renewed_sums,
-    require_sums,
-    stored_sums,
-)
+from megatron_datastates.convert.integrity_file import encode_sums, renewed_sums, require_sums, stored_sums
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import is_of_optimizer
@@ -82,7 +77,7 @@ class DropPlan:
     @property
     def written(self) -> list[int]:
         """Returns the numbers of the files that are written anew: what would hold nothing is left out."""
-        return [n for n in self.changed if _holds_anything(self.kept[n])]
+        return [n for n in self.changed if not self.kept[n].is_empty]
 
     @property
     def written_bytes(self) -> int:
@@ -146,10 +141,6 @@ def _dropped(source: Source, contents: list[RankContents]) -> int:
     return sum(source.fragment(*one).bytes for one in fragments) + sum(map(source.object_bytes, objects))
 
 
-def _holds_anything(contents: RankContents) -> bool:
-    return bool(contents.fragments or contents.objects or contents.streams)
-
-
 def drop_optimizer(
     plan: DropPlan,
     limits: Limits = Limits(),  # noqa: B008 - immutable
@@ -172,7 +163,7 @@ def drop_optimizer(
         workers = Workers(limits.worker_count(len(plan.written) or 1), progress)
         files = rewriting_of(plan.source, plan.save_id, workers.progress, folder, plan.seen)
         sums = stored_sums(directory) or {}
-        require_sums(directory, sums, [*_replaced(plan, files), *_indexes(plan)])
+        require_sums(directory, sums, [*_replaced(plan, files), _index_of(plan.source.format)])
         points.point("write journal")
         journal = _journal_of(plan, files)
         if not is_object(directory):
@@ -180,7 +171,7 @@ def drop_optimizer(
         try:
             files.begin(limits, len(plan.written) or 1)
             if is_object(directory) and sums:
-                gone = {*journal.replaced, *journal.beside, *_indexes(plan)}
+                gone = {*journal.replaced, *journal.beside, _index_of(journal.format)}
                 _write_sums(directory, {name: one for name, one in sums.items() if name not in gone})
             _rewrite(plan, files, workers, points)
         except BaseException as error:  # including an interrupt
@@ -256,8 +247,8 @@ def _replaced(plan: DropPlan, files: Rewriting) -> list[str]:
     return [files.names[n] for n in plan.changed]
 
 
-def _indexes(plan: DropPlan) -> list[str]:
-    return [MANIFEST_NAME if plan.source.format == BACKEND else TORCH_DIST_INDEX]
+def _index_of(format: str) -> str:
+    return MANIFEST_NAME if format == BACKEND else TORCH_DIST_INDEX
 
 
 def finish_drop(directory: Path) -> bool:
@@ -332,8 +323,8 @@ def _finish(directory: Path, journal: _Journal, points: Faults, is_sent: bool = 
             points.point("remove replaced")
             (directory / name).unlink(missing_ok=True)
     if not is_old:
-        index = MANIFEST_NAME if journal.format == BACKEND else TORCH_DIST_INDEX
-        _renew_sums(directory, {index, *named.intersection([*journal.made, *of_save])}, points)
+        renewed = {_index_of(journal.format), *named.intersection([*journal.made, *of_save])}
+        _renew_sums(directory, renewed, points)
     if not is_object(directory):
         sync_directory(directory)
         (directory / JOURNAL_NAME).unlink()

@@ -20,10 +20,11 @@ from megatron_datastates.format.directory import is_of_a_format
 
 
 @contextlib.contextmanager
-def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[None]:
+def locked_work_directory(path: Path, target: Path, other_names: Collection[str]) -> Iterator[None]:
     """Creates or empties the directory and locks it. Removes it at the end if it still has this name.
 
     Args:
+        target: what is made there, for messages.
         other_names: names in the source, besides those of the formats, that a conversion copies.
 
     Raises:
@@ -35,7 +36,7 @@ def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[
         # What another conversion had made may have got another name, or be gone, since it was opened.
         if not lock(descriptor) or not _is_at(descriptor, path):
             raise StorageError(
-                f"another conversion is making {_target_of(path)}: wait until it has finished, or stop it"
+                f"another conversion is making {target}: wait until it has finished, or stop it"
             )
         _empty(path, other_names)
         try:
@@ -52,10 +53,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False
-
-
-def _target_of(path: Path) -> Path:
-    return path.with_name(path.name.removeprefix(".").removesuffix(".converting"))
 
 
 def _open(path: Path) -> int:

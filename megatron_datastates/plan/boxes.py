@@ -167,6 +167,11 @@ def intersect(
     return (start, shape) if all(n > 0 for n in shape) else None
 
 
+def slices_of(box: tuple[Sequence[int], Sequence[int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Returns what indexes a box of a tensor in an array whose first element is the one at `origin`."""
+    return tuple(slice(b - o, b - o + n) for b, n, o in zip(*box, origin, strict=True))
+
+
 def bounding_box(one: Box, other: Box) -> Box:
     """Returns the smallest box that holds two boxes of a tensor."""
     low = tuple(map(min, one[0], other[0]))

@@ -12,11 +12,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.reports.reading import Save, Spread
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, median, usual
 
-MIB, GIB = 1 << 20, 1 << 30
 _LONG_WAIT_MS = 10.0  # for the trainer, in one save
 _LONG_SERIALIZING_MS = 100.0
 _FAR_SLOWER = 1.5  # times the median rank
@@ -80,16 +80,15 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
 
 
 def _missing_copies(saves: Sequence[Save]) -> Advice | None:
-    found = [save for save in saves if save.copies is not None]
-    missing = [save for save in found if save.copies is not None and save.copies.error]
+    found = [(save, save.copies.error) for save in saves if save.copies is not None]
+    missing = [(save, error) for save, error in found if error]
     if not missing:
         return None
-    last = missing[-1]
-    assert last.copies is not None
+    last, error = missing[-1]
     return Advice(
         "note",
         f"{len(missing)} of {len(found)} saves have no copies on other nodes, or not all",
-        f"The last one, at iteration {last.name}: {last.copies.error}. A node that is lost takes along what "
+        f"The last one, at iteration {last.name}: {error}. A node that is lost takes along what "
         "it has not copied to --save.",
     )
 

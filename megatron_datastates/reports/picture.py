@@ -45,6 +45,7 @@ _MOST_MARKS = 40  # saves with a marker each
 _MOST_LABELS = 12
 _MOST_HOVERS = 200  # in a panel; narrower ones cannot be pointed at, and each costs time and bytes
 _LEAST_WIDTH = 0.0015  # of the width of the picture, so that a short bar can be seen
+_LEGEND = {"fontsize": 7, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 _SVG = "http://www.w3.org/2000/svg"
 
 
@@ -253,7 +254,7 @@ def _draw_details(axes: Any, saves: Sequence[Save]) -> None:
     axes.set_yticks(range(len(last)), [f"iteration {save.name}" + " ✗" * save.failed for save in last])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the save began", fontsize=8)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(**_LEGEND)
     low = min([0.0, *(a for save in last for _, a, _ in save.held_spans_ms)]) - 0.01 * end
     axes.set_xlim(low, end * 1.01)
     for row in range(len(last)):
@@ -268,38 +269,34 @@ def _once(name: str, seen: set[str]) -> str:
 
 
 def _draw_milestones(axes: Any, saves: Sequence[Save]) -> None:
-    lines: dict[str, tuple[list[float | None], str]] = {
-        "trainer held": ([save.held_ms for save in saves], HELD),
-        "copied": ([save.slowest_ms("staging") for save in saves], STAGES["copied"]),
-        "serialized": ([save.serializing_ms for save in saves], STAGES["serialized"]),
-        "written": ([save.slowest_ms("writing") for save in saves], STAGES["written"]),
-        "durable": ([save.slowest_ms("durable") for save in saves], STAGES["durable"]),
-        "copies": ([save.copies_ms and save.copies_ms[1] for save in saves], STAGES["copies"]),
-        "published": ([save.published_ms for save in saves], STAGES["published"]),
-        "drained": ([save.far_ms for save in saves], STAGES["drained"]),
+    milestones: dict[str, Callable[[Save], float | None]] = {
+        "trainer held": lambda save: save.held_ms,
+        "copied": lambda save: save.slowest_ms("staging"),
+        "serialized": lambda save: save.serializing_ms,
+        "written": lambda save: save.slowest_ms("writing"),
+        "durable": lambda save: save.slowest_ms("durable"),
+        "copies": lambda save: save.copies_ms and save.copies_ms[1],
+        "published": lambda save: save.published_ms,
+        "drained": lambda save: save.far_ms,
     }
-    lines = {name: line for name, line in lines.items() if name in ("trainer held", *_shown_stages(saves))}
-    marker = "." if len(saves) <= _MOST_MARKS else ""
-    for name, (values, color) in lines.items():
-        known = [math.nan if value is None or value <= 0 else value for value in values]
-        axes.plot(
-            range(len(saves)), known, marker=marker, markersize=5, linewidth=1.2, color=color, label=name
-        )
+    places, dots = range(len(saves)), {"marker": "." if len(saves) <= _MOST_MARKS else "", "markersize": 5}
+    for name in ("trainer held", *_shown_stages(saves)):
+        known = [value if value and value > 0 else math.nan for value in map(milestones[name], saves)]
+        axes.plot(places, known, linewidth=1.2, color=STAGES.get(name, HELD), label=name, **dots)
     between = [math.nan if seconds is None else seconds * 1000 for seconds in intervals(saves)]
-    dashes = {"color": "#555555", "linewidth": 1, "marker": marker, "markersize": 5}
-    axes.plot(range(len(saves)), between, "--", label="next save begins", **dashes)
+    axes.plot(places, between, "--", label="next save begins", color="#555555", linewidth=1, **dots)
     axes.set_yscale("log")
     axes.set_ylabel("ms since its start", fontsize=8)
     axes.set_title(
         "How long each save took to its milestones (slowest rank), and held the trainer", loc="left"
     )
     axes.grid(axis="y", color="#dddddd", linewidth=0.5)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(**_LEGEND)
     _label_saves(axes, saves, "milestones")
 
 
 def _draw_parts(axes: Any, saves: Sequence[Save]) -> None:
-    below = [0.0] * len(saves)
+    places, below = range(len(saves)), [0.0] * len(saves)
     shares = [held_shares(save) for save in saves]
     others = sorted({name for share in shares for name in share} - PARTS.keys())
     for name in [*PARTS, *others]:
@@ -309,35 +306,33 @@ def _draw_parts(axes: Any, saves: Sequence[Save]) -> None:
         label, color = PARTS.get(name, (name, "#777777"))
         above = [a + b for a, b in zip(below, values, strict=True)]
         if len(saves) <= _MOST_MARKS:
-            axes.bar(range(len(saves)), values, 0.7, bottom=below, color=color, label=label, linewidth=0)
+            axes.bar(places, values, 0.7, bottom=below, color=color, label=label, linewidth=0)
         else:  # one shape in place of thousands
-            places = range(len(saves))
             axes.fill_between(places, below, above, step="mid", color=color, label=label, linewidth=0)
         below = above
     axes.set_ylabel("ms", fontsize=8)
     axes.set_title("What held the trainer", loc="left")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(**_LEGEND)
     _label_saves(axes, saves, "parts")
 
 
 def _draw_spread(axes: Any, saves: Sequence[Save]) -> None:
     known = [(i, save.spreads["writing"]) for i, save in enumerate(saves) if "writing" in save.spreads]
     places = [i for i, _ in known]
-    color = STAGES["written"]
+    color, few = STAGES["written"], len(saves) <= _MOST_MARKS
     low, high = [one.least for _, one in known], [one.most for _, one in known]
-    if len(saves) <= _MOST_MARKS:
+    if few:
         axes.vlines(places, low, high, color=color, linewidth=4, alpha=0.4, label="all ranks")
     else:
         axes.fill_between(places, low, high, color=color, alpha=0.4, linewidth=0, label="all ranks")
     axes.plot(places, [one.median for _, one in known], ".", markersize=5, color=color, label="median rank")
-    few = len(saves) <= _MOST_MARKS
     axes.plot(
         places, high, "_" if few else "-", markersize=7, linewidth=0.6, color=HELD, label="slowest rank"
     )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("ms", fontsize=8)
     axes.set_title("Writing, over all ranks", loc="left")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(**_LEGEND)
     _label_saves(axes, saves, "spread")
 
 
@@ -354,7 +349,7 @@ def _draw_slowest(axes: Any, saves: Sequence[Save]) -> None:
     axes.set_ylabel("rank", fontsize=8)
     axes.set_xlabel("iteration", fontsize=8)
     axes.set_title(f"Which of {ranks} ranks was the slowest", loc="left")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(**_LEGEND)
     _label_saves(axes, saves, "slowest")
 
 
@@ -384,8 +379,9 @@ def _hover(
     axes: Any, number: int, low: float, high: float, panel: str, rows: tuple[float, float] | None = None
 ) -> None:
     """Lays an almost transparent area over a save, which svg_text attaches its description to."""
-    area = axes.axvspan(low, high, color="#ffffff", alpha=0.004, linewidth=0, zorder=9)
-    if rows is not None:
-        area.remove()
-        area = axes.fill_between([low, high], *rows, color="#ffffff", alpha=0.004, linewidth=0, zorder=9)
+    faint = {"color": "#ffffff", "alpha": 0.004, "linewidth": 0, "zorder": 9}
+    if rows is None:
+        area = axes.axvspan(low, high, **faint)
+    else:
+        area = axes.fill_between([low, high], *rows, **faint)
     area.set_gid(f"save-{panel}/{number}")

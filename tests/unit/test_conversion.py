@@ -323,13 +323,13 @@ def test_a_slice_of_a_large_fragment_takes_no_more_memory_than_it_has(
     tensors = {"rows": random_tensor(torch.bfloat16, (10, 4), 1)}
     tensors["columns"] = random_tensor(torch.float32, (4, 10), 2).T
     save_with_dcp(tmp_path / "source", tensors)
-    source, read, sizes = open_source(tmp_path / "source"), archives._read_exactly, []
+    source, read, sizes = open_source(tmp_path / "source"), archives.read_exactly, []
 
     def noted(file: Any, at: int, target: Any, where: str) -> None:
         sizes.append(target.nbytes)
         read(file, at, target, where)
 
-    monkeypatch.setattr(archives, "_read_exactly", noted)
+    monkeypatch.setattr(archives, "read_exactly", noted)
     for key, tensor in tensors.items():
         end = [o + n for o, n in zip(offset, shape, strict=True)]
         expected = tensor[offset[0] : end[0], offset[1] : end[1]]

@@ -323,15 +323,16 @@ def test_a_bar_counts_all_ranks(ranks: int, tmp_path: Path) -> None:
     bars = [_Bars(team) for team in teams]
     for stage in (CONVERTING, VERIFYING):
         starts = [each.start(plan, stage) for each in bars]
-        task = bars[0].task
-        assert task is not None and (task.total, task.completed) == (6000, 0)
+        assert bars[0]._bar is not None
+        (task,) = bars[0]._bar.tasks
+        assert (task.total, task.completed) == (6000, 0)
         for rank, progress in enumerate(starts):
             progress(100 * (rank + 1))
         bars[0].refresh()
         assert task.completed == (300 if ranks > 1 else 100)
-        assert all(each.task is None for each in bars[1:])
+        assert all(each._bar is None for each in bars[1:])
     for each in bars:
-        each.stop()
+        each.close()
 
 
 def test_a_conversion_that_fails_leaves_no_parents_and_names_the_target(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -243,7 +244,7 @@ def test_a_training_that_begins_to_save_during_the_import_keeps_its_tracker(
         return lambda done: None
 
     with (
-        HuggingFaceSource(folder) as source,
+        contextlib.closing(HuggingFaceSource(folder)) as source,
         pytest.raises(StorageError, match="has iter_0000500, which anot"),
     ):
         import_model(source, tmp_path / "run", start=start)

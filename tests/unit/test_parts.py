@@ -77,7 +77,7 @@ SHAPES = {"a.w": (4,), "b.w": (4,), "b.x": (4,), "decoder.layers.mlp.weight": (3
 
 
 def chosen(*patterns: str) -> dict[str, list[str]]:
-    found = choose_parts(SHAPES, SHAPES.__getitem__, patterns, "ck")
+    found = choose_parts(SHAPES, patterns, "ck")
     return {key: [part.name for part in choice.parts] for key, choice in found.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fractions
+import inspect
 import os
 import pathlib
 import pickle
@@ -136,15 +137,17 @@ FUNCTION = b"ctorch.serialization\n_get_layout\n"
 def test_metadata_cannot_change_the_process(program: bytes, tmp_path: Path) -> None:
     watched = [
         pathlib.PurePosixPath, pathlib.PosixPath, pickles._strided, pickles.Unread, pickles._Fields,
-        *pickles._METADATA.values(), dcp_metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
-        *dcp_metadata._MEM_FORMAT_ENCODING, *(getattr(dcp_metadata, name) for _, name in pickles._METADATA
-                                              if hasattr(dcp_metadata, name)),
+        *filter(inspect.isclass, pickles._KNOWN.values()), dcp_metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo, *dcp_metadata._MEM_FORMAT_ENCODING,
+        *(getattr(dcp_metadata, name) for _, name in pickles._KNOWN if hasattr(dcp_metadata, name)),
     ]  # fmt: skip
-    before = [dict(vars(one)) for one in watched]
+    functions = [one for one in pickles._KNOWN.values() if isinstance(one, pickles.Function)]
+    before, calls = [dict(vars(one)) for one in watched], [one._call for one in functions]
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + program + b"N.")
     with pytest.raises(FormatError):
         open_source(tmp_path)
     assert [dict(vars(one)) for one in watched] == before
+    assert [one._call for one in functions] == calls
 
 
 @pytest.mark.parametrize("name", ["_rebuild_tensor_v2", "_rebuild_parameter"])
@@ -410,14 +413,14 @@ def test_a_directory_that_another_conversion_has_made_anew_since_it_was_opened_i
             descriptor = opened(path)  # of a conversion that fails now
             shutil.rmtree(path)
             monkeypatch.setattr(work_directory, "_open", opened)
-            other.enter_context(locked_work_directory(path, ()))
+            other.enter_context(locked_work_directory(path, tmp_path / "target", ()))
             (path / "__0_0.distcp").write_bytes(b"half")
             return descriptor
 
         monkeypatch.setattr(work_directory, "_open", open_late)
         with (
             pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "),
-            locked_work_directory(path, ()),
+            locked_work_directory(path, tmp_path / "target", ()),
         ):
             pass
         assert os.listdir(path) == ["__0_0.distcp"]

@@ -12,7 +12,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ from megatron_datastates.files import open_regular
 from megatron_datastates.format.directory import is_through_dcp
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.plan.boxes import cut_box
+from megatron_datastates.plan.boxes import cut_box, slices_of
 
 CONFIG_NAME = "config.json"
 # What tokenizers save; other files of a model's folder, such as its weights, are not copied.
@@ -212,7 +211,7 @@ class _Finder:
             if first >= rows:
                 key, first = f"{key[:-1]}v", first - rows
                 self._used.add(key)
-        self._require_shape(key, (*before, rows, *others), place)
+        self._require_shape(key, (*(size for _, size in before), rows, *others), place)
         offset = tuple(n for n, _ in before)
         zeros = (0,) * len(others)
         yield key, (*offset, first, *zeros), (*(1 for _ in before), count, *others)
@@ -231,8 +230,7 @@ class _Finder:
             "choose a complete checkpoint of a GPT model"
         )
 
-    def _require_shape(self, key: str, expected: tuple[Any, ...], place: Place) -> None:
-        wanted = tuple(one[1] if isinstance(one, tuple) else one for one in expected)
+    def _require_shape(self, key: str, wanted: tuple[int, ...], place: Place) -> None:
         if key not in self._source.tensors:
             raise FormatError(f"{self._source.directory} lacks {key!r}, the other half of a gated layer")
         found = tuple(self._source.tensors[key].global_shape)
@@ -334,8 +332,7 @@ class _Layers:
             while self._kept and (len(self._kept) == _MOST_KEPT or self._held + size > self._memory_bytes):
                 del self._kept[next(iter(self._kept))]
             self._kept[key, start] = self._source.read_tensor(key, start, lengths)
-        box = (slice(o - s, o - s + n) for o, s, n in zip(offset, start, shape, strict=True))
-        return self._kept[key, start][tuple(box)].contiguous()
+        return self._kept[key, start][slices_of((offset, shape), start)].contiguous()
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:

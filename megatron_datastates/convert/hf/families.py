@@ -39,25 +39,13 @@ class Family:
         }
 
 
-def _llama_like(a: Arguments) -> Mapping[str, Any]:
+def _llama_like(a: Arguments) -> dict[str, Any]:
     return {
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
         "swiglu": True,
         **rope_needs(a),
     }
-
-
-def _dense(a: Arguments) -> Mapping[str, Any]:
-    return {"num_experts": None}
-
-
-def _plain_bias(a: Arguments) -> Mapping[str, Any]:
-    return {"add_bias_linear": False, "add_qkv_bias": False}
-
-
-def _experts(a: Arguments) -> Mapping[str, Any]:
-    return {"num_experts": SOME}
 
 
 def _common_config(a: Arguments) -> Config:
@@ -102,18 +90,6 @@ def _llama_config(a: Arguments) -> Config:
 def _read_llama(config: Config) -> Mapping[str, Any]:
     bias = bool(config.get("attention_bias"))
     return _read_common(config) | {"add_bias_linear": bias, "add_qkv_bias": bias}
-
-
-def _read_qwen2(config: Config) -> Mapping[str, Any]:
-    return _read_common(config) | {"add_qkv_bias": True}
-
-
-def _qwen3_config(a: Arguments) -> Config:
-    return _common_config(a) | {"attention_bias": False, "use_sliding_window": False}
-
-
-def _read_qwen3(config: Config) -> Mapping[str, Any]:
-    return _read_common(config) | {"qk_layernorm": True}
 
 
 def _mixtral_config(a: Arguments) -> Config:
@@ -171,10 +147,6 @@ def _read_qwen2_moe(config: Config) -> Mapping[str, Any]:
         "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,
     }
-
-
-def _read_qwen3_moe(config: Config) -> Mapping[str, Any]:
-    return _read_qwen_moe(config) | {"qk_layernorm": True}
 
 
 _ACTIVATIONS = {  # squared_relu, bias_gelu_fusion
@@ -235,40 +207,39 @@ def _gpt2_needs(a: Arguments) -> Mapping[str, Any]:
     }
 
 
-def _together(*needs: Callable[[Arguments], Mapping[str, Any]], **others: Any) -> Any:
-    """Returns needs that are all of these."""
-    return lambda a: {name: value for need in needs for name, value in need(a).items()} | others
-
-
-_WITHOUT_SHARED = {"moe_shared_expert_intermediate_size": None}
+_DENSE = {"num_experts": None}
+_EXPERTS = {"num_experts": SOME}
+_NO_BIAS = {"add_bias_linear": False, "add_qkv_bias": False}
+_QKV_BIAS = {"add_bias_linear": False, "add_qkv_bias": True}
 
 FAMILIES = (
     Family(
         "llama",
         "LlamaForCausalLM",
-        lambda a: {**_llama_like(a), **_dense(a), "add_qkv_bias": a.add_bias_linear, "qk_layernorm": False},
+        lambda a: _llama_like(a) | _DENSE | {"add_qkv_bias": a.add_bias_linear, "qk_layernorm": False},
         _llama_config,
         _read_llama,
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        _together(_llama_like, _dense, add_bias_linear=False, add_qkv_bias=True, qk_layernorm=False),
+        lambda a: _llama_like(a) | _DENSE | _QKV_BIAS | {"qk_layernorm": False},
         lambda a: _common_config(a) | {"use_sliding_window": False},
-        _read_qwen2,
+        lambda config: _read_common(config) | {"add_qkv_bias": True},
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        _together(_llama_like, _dense, _plain_bias, qk_layernorm=True),
-        _qwen3_config,
-        _read_qwen3,
+        lambda a: _llama_like(a) | _DENSE | _NO_BIAS | {"qk_layernorm": True},
+        lambda a: _common_config(a) | {"attention_bias": False, "use_sliding_window": False},
+        lambda config: _read_common(config) | {"qk_layernorm": True},
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         lambda a: {
-            **_together(_llama_like, _experts, _plain_bias, **_WITHOUT_SHARED)(a),
+            **(_llama_like(a) | _EXPERTS | _NO_BIAS),
+            "moe_shared_expert_intermediate_size": None,
             "qk_layernorm": False,
             "moe_router_pre_softmax": False,
             "moe_layer_freq": (1,) * a.num_layers,
@@ -279,22 +250,23 @@ FAMILIES = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        _together(_llama_like, _experts, _plain_bias, qk_layernorm=True, **_WITHOUT_SHARED),
+        lambda a: {
+            **(_llama_like(a) | _EXPERTS | _NO_BIAS),
+            "qk_layernorm": True,
+            "moe_shared_expert_intermediate_size": None,
+        },
         lambda a: _qwen_moe_config(a) | {"attention_bias": False},
-        _read_qwen3_moe,
+        lambda config: _read_qwen_moe(config) | {"qk_layernorm": True},
     ),
     Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        _together(
-            _llama_like,
-            _experts,
-            add_bias_linear=False,
-            add_qkv_bias=True,
-            qk_layernorm=False,
-            moe_shared_expert_intermediate_size=SOME,
-            moe_shared_expert_gate=True,
-        ),
+        lambda a: {
+            **(_llama_like(a) | _EXPERTS | _QKV_BIAS),
+            "qk_layernorm": False,
+            "moe_shared_expert_intermediate_size": SOME,
+            "moe_shared_expert_gate": True,
+        },
         _qwen2_moe_config,
         _read_qwen2_moe,
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from megatron_datastates.convert.hf.export import CONFIG_NAME
 from megatron_datastates.convert.sinks.safetensors import DTYPES, INDEX_NAME
+from megatron_datastates.convert.sources.archives import read_exactly
 from megatron_datastates.errors import FormatError, NotACheckpointError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, open_regular, read_regular, size_of
 from megatron_datastates.format.values import element_bytes
@@ -45,13 +45,8 @@ class Stored:
 
     def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
         """Reads bytes [begin, begin + len(target)) of the tensor. Raises StorageError, OSError."""
-        view, at = memoryview(target), self.offset + begin
         with open_regular(self.path) as file:
-            while view:
-                got = os.preadv(file.fileno(), [view], at)
-                if got == 0:
-                    raise StorageError(f"{self.path}: the file is truncated within the tensor's data")
-                view, at = view[got:], at + got
+            read_exactly(file, self.offset + begin, target, str(self.path))
 
     def transposed_rows(self, first: int, last: int) -> npt.NDArray[np.uint8]:
         """Returns the bytes of rows [first, last) of the transpose."""
@@ -82,13 +77,11 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
         if not isinstance(places, dict) or not all(_is_file_name(name) for name in places.values()):
             raise FormatError(f"{directory / INDEX_NAME} is damaged: it has no weight_map of file names")
     elif (directory / _ONE_FILE).is_file():
-        places = None
+        return _tensors_of(directory / _ONE_FILE)
     else:
         raise NotACheckpointError(
             f"{directory} has neither {_ONE_FILE} nor {INDEX_NAME}: save the model with safetensors"
         )
-    if places is None:
-        return _tensors_of(directory / _ONE_FILE)
     files = sorted(set(places.values()))
     if _ONE_FILE not in files and (directory / _ONE_FILE).exists():  # transformers would load that one
         raise FormatError(

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from megatron_datastates.errors import FormatError, MissingKeyError, Unsupported
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.plan.boxes import Box, checked_slice, intersect
+from megatron_datastates.plan.boxes import Box, checked_slice, intersect, slices_of
 from megatron_datastates.providers.objects import ObjectSource
 
 # Buffers that older releases of transformers saved, which are no weights.
@@ -81,7 +81,7 @@ class MegatronTensor:
 
 
 class HuggingFaceSource(Source):
-    """See Source. As a context manager, or by close(), it removes its temporary directory.
+    """See Source. Its temporary directory is removed by close().
 
     Args:
         transformer_impl: of the training run, as Megatron names it; before experts, the norm's key depends on
@@ -121,12 +121,6 @@ class HuggingFaceSource(Source):
     def close(self) -> None:
         """Removes the temporary directory; the source cannot be read any more."""
         self._made.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write_common(self, path: Path) -> None:
         """Writes what Megatron reads before it loads weights; each of its releases reads it from a file."""
@@ -303,7 +297,7 @@ class HuggingFaceSource(Source):
                 window = np.empty(math.prod(lengths) * dtype.itemsize, np.uint8)
                 self.read_ranges([FragmentRange(key, number, 0, len(window), 0)], window)
                 whole = torch.from_numpy(window).view(dtype).reshape(lengths)
-                target[_slices(common, offset)] = whole[_slices(common, begin)]
+                target[slices_of(common, offset)] = whole[slices_of(common, begin)]
         return target
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
@@ -319,9 +313,6 @@ class HuggingFaceSource(Source):
         if key not in self._objects:
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         return ObjectSource(key, [None]).serialize()
-
-    def object_bytes(self, key: str) -> int:
-        return len(self.read_object(key))
 
     def stored_by_rank(self) -> list[RankContents]:
         every = [(key, n) for key, one in self._tensors.items() for n in range(len(one.segments))]
@@ -341,7 +332,3 @@ def _is_same(one: Stored, other: Stored) -> bool:
         if not np.array_equal(blocks[0], blocks[1]):
             return False
     return True
-
-
-def _slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(b - o, b - o + n) for b, n, o in zip(*box, origin, strict=True))

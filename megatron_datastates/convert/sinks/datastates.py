@@ -77,8 +77,7 @@ class _Stream:
 
 def engine_options(staging_bytes: int) -> Options:
     """Returns the options of an engine that writes within this much staging memory."""
-    options = dataclasses.replace(Options.from_environment(), staging_memory=0, slot_size=MIB)
-    return dataclasses.replace(options, staging_memory=staging_bytes)
+    return dataclasses.replace(Options.from_environment(), staging_memory=staging_bytes, slot_size=MIB)
 
 
 class DataStatesSink(Sink):

@@ -52,11 +52,9 @@ def write_npy(
     target = dtype or dtype_for_numpy(torch_dtype(content.dtype, content.key))
     item = element_bytes(content.dtype)
     with publish_on_exit(path) as temporary, temporary.open("xb") as file:
-        array = {
-            "descr": np.lib.format.dtype_to_descr(torch.empty(0, dtype=target, device="cpu").numpy().dtype)
-        }
-        shape = {"fortran_order": False, "shape": wanted.kept_shape}
-        np.lib.format.write_array_header_1_0(file, array | shape)
+        dtype_in_file = torch.empty(0, dtype=target, device="cpu").numpy().dtype
+        header = {"descr": np.lib.format.dtype_to_descr(dtype_in_file), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, header | {"shape": wanted.kept_shape})
         size = file.tell() + math.prod(wanted.shape) * target.itemsize
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, before anything is read
         for offset, lengths in cut_box(wanted.offset, wanted.shape, PART_BYTES // item):

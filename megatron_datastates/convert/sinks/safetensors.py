@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -69,8 +70,7 @@ class Weight:
     @property
     def bytes(self) -> int:
         """Returns the size of all elements."""
-        elements = torch.Size(self.shape).numel()
-        return elements * element_bytes(self.dtype)
+        return math.prod(self.shape) * element_bytes(self.dtype)
 
     def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
         """See Exportable."""
@@ -104,8 +104,8 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
         what = "tensors" if not source.tensors else "weights, only optimizer state: choose it with --keys"
         raise MissingKeyError(f"{source.directory} holds no {what}")
     weights: dict[str, Weight] = {}
-    chosen = choose_parts(keys, lambda key: source.tensors[key].global_shape, patterns, str(source.directory))
-    for key, choice in chosen.items():
+    shapes = {key: source.tensors[key].global_shape for key in keys}
+    for key, choice in choose_parts(shapes, patterns, str(source.directory)).items():
         tensor = source.tensors[key]
         if tensor.dtype not in DTYPES:
             raise UnsupportedFormatError(

@@ -52,7 +52,7 @@ class Archive:
     def _read_stored(self, begin: int, target: Bytes) -> None:
         item = element_bytes(self.dtype)
         if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
-            _read_exactly(self.file, self.data_offset + begin, target, self.where)
+            read_exactly(self.file, self.data_offset + begin, target, self.where)
             return
         first, last = begin // item, -(-(begin + len(target)) // item)
         with self._mapped() as memory:
@@ -157,7 +157,8 @@ def _read_member(member: Member, stream: BinaryIO, name: str) -> bytes:
     return data
 
 
-def _read_exactly(file: BinaryIO, offset: int, target: Bytes, where: str) -> None:
+def read_exactly(file: BinaryIO, offset: int, target: Bytes, where: str) -> None:
+    """Reads bytes [offset, offset + len(target)) of a file. Raises StorageError if it ends before."""
     view, at = memoryview(target), offset
     while view:
         got = os.preadv(file.fileno(), [view], at)

@@ -168,7 +168,7 @@ class ByParameterSource(Source):
             ):
                 _, (file, _) = state.place(offset, shape) if math.prod(shape) else (None, (0, 0))
                 files[numbers.get(file, 0)].fragments.append((key, n))
-        return [file for file in files if file.fragments or file.objects]
+        return [file for file in files if not file.is_empty]
 
     def _numbers_of_files(self) -> dict[int, int]:
         """Returns, by number of a data file, its place among those that hold anything."""

@@ -155,7 +155,7 @@ class DataStatesSource(Source):
     def stored_by_rank(self) -> list[RankContents]:
         found: dict[int, RankContents] = {}
         for file, one in zip(self.checkpoint.manifest.files, self.stored_by_file(), strict=True):
-            if one.fragments or one.objects or one.streams:
+            if not one.is_empty:
                 rank = found.setdefault(file.rank, RankContents([], []))
                 rank.fragments.extend(one.fragments)
                 rank.objects.extend(one.objects)

@@ -119,18 +119,6 @@ class StorageInfo(_Fields):
     transform_descriptors: Any = None
 
 
-_METADATA = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"): Metadata,
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): TensorStorage,
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): BytesStorage,
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Chunk,
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Index,
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"): StorageMeta,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-}
-
-
 class Function:
     """A function that a pickle may call."""
 
@@ -185,42 +173,6 @@ class DTypeName:
         raise UnsafeObjectError("it would change a dtype")
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA:
-            return _METADATA[module, name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDictionary
-        if (module, name) == ("builtins", "set"):
-            return Function(same_items)
-        if (module, name) == ("torch", "Size"):
-            return Function(_same_tuple)
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return Unread
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return Function(_strided)
-        if module == "torch" and name in DTYPES:
-            return DTypeName(name)
-        if module.startswith(_UNREAD):
-            return Unread
-        raise UnsafeObjectError(f"it names {module}.{name}, which is not on the allow list")
-
-
-class _StrictUnpickler(_MetadataUnpickler):
-    """Refuses also what torch does not have, and what it would refuse to make."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("torch.distributed.checkpoint.") and (module, name) not in _METADATA:
-            import torch.distributed.checkpoint  # which imports its modules; no other is imported here
-
-            found = getattr(sys.modules.get(module), name, None)
-            if not isinstance(found, type):
-                raise UnsafeObjectError(f"it names {module}.{name}, which torch {torch.__version__} lacks")
-            if issubclass(found, enum.Enum):
-                return Function(functools.partial(_member, frozenset(one.value for one in found), name))
-        return super().find_class(module, name)
-
-
 class Member:
     """Substitute for a member of an enumeration, or for the one layout that is known."""
 
@@ -243,6 +195,50 @@ def _strided(name: str) -> Member:
     if name != "torch.strided":
         raise UnsafeObjectError(f"it has a tensor of layout {name}, expected torch.strided")
     return Member("layout")
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"): Metadata,
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): TensorStorage,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): BytesStorage,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Chunk,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Index,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): StorageMeta,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    ("collections", "OrderedDict"): OrderedDictionary,
+    ("builtins", "set"): Function(same_items),
+    ("torch", "Size"): Function(_same_tuple),
+    ("torch.serialization", "_get_layout"): Function(_strided),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return Unread
+        if module == "torch" and name in DTYPES:
+            return DTypeName(name)
+        if module.startswith(_UNREAD):
+            return Unread
+        raise UnsafeObjectError(f"it names {module}.{name}, which is not on the allow list")
+
+
+class _StrictUnpickler(_MetadataUnpickler):
+    """Refuses also what torch does not have, and what it would refuse to make."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("torch.distributed.checkpoint.") and (module, name) not in _KNOWN:
+            import torch.distributed.checkpoint  # which imports its modules; no other is imported here
+
+            found = getattr(sys.modules.get(module), name, None)
+            if not isinstance(found, type):
+                raise UnsafeObjectError(f"it names {module}.{name}, which torch {torch.__version__} lacks")
+            if issubclass(found, enum.Enum):
+                return Function(functools.partial(_member, frozenset(one.value for one in found), name))
+        return super().find_class(module, name)
 
 
 def load_metadata(path: Path, *, strict: bool = False) -> Metadata:

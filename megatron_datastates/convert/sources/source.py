@@ -7,6 +7,7 @@ torch.distributed.
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import MissingKeyError, StorageError
 from megatron_datastates.files import folders_in
-from megatron_datastates.format.directory import COMMON_FILE
+from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.plan.coverage import StoredBoxes
@@ -57,6 +58,10 @@ class RankContents:
     objects: list[str]
     streams: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.fragments or self.objects or self.streams)
+
 
 class Source(ABC):
     """A checkpoint that can be read.
@@ -94,9 +99,10 @@ class Source(ABC):
         return []
 
     @property
-    @abstractmethod
     def other_files(self) -> Sequence[str]:
         """Returns the names of the checkpoint's other files, such as `common.pt` before Megatron 0.19."""
+        with os.scandir(self.directory) as entries:
+            return sorted(e.name for e in entries if e.is_file() and not is_of_a_format(e.name))
 
     def read_metadata(self) -> dict[str, Any]:
         """Returns the members of Megatron's metadata.json. Raises FormatError, OSError."""
@@ -159,9 +165,9 @@ class Source(ABC):
     def read_object(self, key: str) -> bytes:
         """Returns the bytes of an object, as `torch.save([value])` wrote them. Raises MissingKeyError."""
 
-    @abstractmethod
     def object_bytes(self, key: str) -> int:
         """Returns the size of what read_object returns. Raises MissingKeyError."""
+        return len(self.read_object(key))
 
     def object_file(self, key: str) -> int | None:
         """Returns the number of the data file of an object; None where files have no numbers."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,11 +41,10 @@ from megatron_datastates.format.directory import (
     METADATA_NAME,
     OPTIMIZER_MAPS_NAME,
     TORCH_DIST_INDEX,
-    is_of_a_format,
     iteration_in_name,
 )
 from megatron_datastates.format.values import DTYPES, element_bytes
-from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
+from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect, slices_of
 
 if TYPE_CHECKING:
     import torch
@@ -160,11 +158,6 @@ class TorchDistSource(Source):
     def dcp_records(self) -> Records:
         return self._records
 
-    @property
-    def other_files(self) -> Sequence[str]:
-        with os.scandir(self.directory) as entries:
-            return sorted(e.name for e in entries if e.is_file() and not is_of_a_format(e.name))
-
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
@@ -174,7 +167,8 @@ class TorchDistSource(Source):
 
         entry = self._tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
-        found = [(n, _common(entry, n, offset, shape)) for n in range(len(entry.records))]
+        boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
+        found = [(n, intersect(*box, offset, shape)) for n, box in enumerate(boxes)]
         cuts = [(n, box) for n, box in found if box is not None]
         wanted, covered = math.prod(shape), sum(math.prod(lengths) for _, (_, lengths) in cuts)
         if covered < wanted:
@@ -186,8 +180,7 @@ class TorchDistSource(Source):
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
         target = np.empty(shape, f"V{element_bytes(entry.dtype)}")
         for n, (begin, lengths) in cuts:
-            box = (slice(b - o, b - o + m) for b, o, m in zip(begin, offset, lengths, strict=True))
-            place: tuple[Any, ...] = (..., *box)
+            place: tuple[Any, ...] = (..., *slices_of((begin, lengths), offset))
             inner = [b - o for b, o in zip(begin, entry.offsets[n].tolist(), strict=True)]
             record = self._place(key, n)
             with self._open(record.file) as file:
@@ -209,12 +202,8 @@ class TorchDistSource(Source):
         for name, wanted in by_file.items():
             with self._open(name) as file:
                 for part, record in wanted:
-                    self._read_range(file, part, record, window[part.at : part.at + part.size])
-
-    def _read_range(
-        self, file: BinaryIO, part: FragmentRange, record: Record, target: npt.NDArray[np.uint8]
-    ) -> None:
-        self._open_archive(file, part.key, part.fragment, record).read_into(part.begin, target)
+                    archive = self._open_archive(file, part.key, part.fragment, record)
+                    archive.read_into(part.begin, window[part.at : part.at + part.size])
 
     def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
         from megatron_datastates.convert.sources.archives import open_archive
@@ -250,11 +239,7 @@ class TorchDistSource(Source):
         return len(self._maps[key]) if key in self._maps else self._object(key).bytes
 
     def require_files(self) -> None:
-        places = [
-            self._place(key, n) for key, entry in self._tensors.items() for n in range(len(entry.records))
-        ]
-        ends = required_bytes([*places, *self._objects.values()])
-        for name, end in ends.items():
+        for name, end in required_bytes(record for _, _, record in self.records()).items():
             with self._open(name) as file:
                 size = size_of(file)
             if size < end:
@@ -270,12 +255,11 @@ class TorchDistSource(Source):
     def stored_by_rank(self) -> list[RankContents]:
         fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
         objects: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for key, entry in self._tensors.items():
-            for n in range(len(entry.records)):
-                record = self._place(key, n)
-                fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
-        for key, record in self._objects.items():
-            objects[_rank_of(record.file)].append(key)
+        for key, number, record in self.records():
+            if number is None:
+                objects[_rank_of(record.file)].append(key)
+            else:
+                fragments[_rank_of(record.file)].append((record.file, record.offset, key, number))
         ranks = sorted(fragments.keys() | objects.keys())
         if self._maps:
             objects[ranks[0] if ranks else (0, "")] += self._maps
@@ -330,13 +314,6 @@ class TorchDistSource(Source):
         if key not in self._objects:
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         return self._objects[key]
-
-
-def _common(
-    entry: TorchDistTensor, number: int, offset: Sequence[int], shape: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int]] | None:
-    stored = entry.offsets[number].tolist(), entry.shapes[number].tolist()
-    return intersect(*stored, offset, shape)
 
 
 def _rank_of(file: str) -> tuple[int, str]:

@@ -44,10 +44,10 @@ from megatron_datastates.errors import (
     optional_package,
 )
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
-from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
+from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.loading.load import torch_dtype
-from megatron_datastates.plan.boxes import checked_slice
+from megatron_datastates.plan.boxes import checked_slice, intersect, slices_of
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource, deserialize
 
@@ -200,11 +200,6 @@ class LegacyZarrSource(Source):
         return list(self._objects)
 
     @property
-    def other_files(self) -> Sequence[str]:
-        names = (path.name for path in self.directory.iterdir() if path.is_file())
-        return sorted(name for name in names if not is_of_a_format(name))
-
-    @property
     def other_directories(self) -> Sequence[str]:
         return self._other_directories
 
@@ -217,12 +212,9 @@ class LegacyZarrSource(Source):
         target = np.empty((*shape, tensor.element_bytes), np.uint8)
         for cell in cells:
             corner = [n * size for n, size in zip(cell, tensor.chunk_shape, strict=True)]
-            begin = [max(o, c) for o, c in zip(offset, corner, strict=True)]
-            end = [
-                min(o + n, c + k)
-                for o, n, c, k in zip(offset, shape, corner, tensor.chunk_shape, strict=True)
-            ]
-            target[_slices(begin, end, offset)] = tensor.chunk(cell)[_slices(begin, end, corner)]
+            common = intersect(corner, tensor.chunk_shape, offset, shape)
+            assert common is not None, "the cells are those that the slice touches"
+            target[slices_of(common, offset)] = tensor.chunk(cell)[slices_of(common, corner)]
         return torch.from_numpy(target.reshape(-1)).view(torch_dtype(tensor.dtype, key)).reshape(shape)
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
@@ -240,11 +232,8 @@ class LegacyZarrSource(Source):
         """See Source. Serializes the value again, in a list. Raises UnsafeObjectError if it is not plain."""
         if key not in self._objects:
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
-        value = deserialize(_read(self._objects[key], OBJECT_BYTES), key)
+        value = deserialize(_read(self._objects[key]), key)
         return ObjectSource(key, [value], Mutability.NEVER).serialize()
-
-    def object_bytes(self, key: str) -> int:
-        return len(self.read_object(key))
 
     def require_files(self) -> None:
         for tensor in self._tensors.values():
@@ -269,10 +258,10 @@ class LegacyZarrSource(Source):
         return self._tensors[key]
 
 
-def _read(path: Path, most_bytes: int) -> bytes:
+def _read(path: Path) -> bytes:
     """Raises StorageError."""
     try:
-        return read_regular(path, most_bytes)
+        return read_regular(path, OBJECT_BYTES)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -310,7 +299,3 @@ def _objects_in(folder: Path) -> Iterator[tuple[str, Path]]:
         if shape.count(".") < offset.count("."):
             shape = f"{shape}.{last}"
         yield f"{folder.name}/shard_{offset}_{shape}", path
-
-
-def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
