@@ -27,9 +27,10 @@ constexpr const char* kNotMapped =
 constexpr const char* kAllIsLost =
     ". After this error every CUDA call of this process fails, the trainer's too: restart the process";
 
-// See ContextLost; 4: the driver is shutting down; 214, 220: memory or NVLink had errors that nothing corrects.
+// See ContextLost; 4: the driver is shutting down; 214, 220: memory or NVLink has lost data.
 bool EndsContext(int result) {
-  for (const int ending : {4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) {
+  for (const int ending :
+       {4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) {
     if (result == ending) return true;
   }
   return false;

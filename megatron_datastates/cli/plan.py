@@ -20,7 +20,6 @@ from megatron_datastates.cli.shared import (
     parse_size,
     print_json,
     say,
-    say_as_is,
     say_rows,
     size_text,
 )
@@ -233,7 +232,7 @@ def _print(made: Plan, iteration: float | None) -> None:
     say_rows(_rows(made))
     say()
     for text in _advice(made, iteration):
-        (say_as_is if text.startswith("    --") else say)(text)  # options are to be copied
+        say(text)
     say()
     say("Assumptions:")
     for text in made.assumptions:
