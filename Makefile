@@ -8,7 +8,7 @@ SEED := 1
 RANK_TESTS := tests/model tests/multirank tests/frameworks tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-ranks test-long test-faults test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-filesystem test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets and variables
@@ -37,6 +37,10 @@ test-ranks: env ## run every case of the tests that launch ranks (about 40 minut
 # Not part of `test`, which runs a slice of it: this takes hours. See docs/faults.md.
 test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeries; ARGS='--parts damage --rounds 500'
 	@$(BIN)/python -m tests.faults.campaign --seed $(SEED) $(ARGS)
+
+# Not part of `test`, whose files are in /tmp. DIR2 is the same directory through another mount, as two nodes have it.
+test-filesystem: env ## run the tests that depend most on the file system in DIR, and on a kill through DIR and DIR2
+	@tools/env/filesystem.sh $(or $(DIR),$(error DIR=path/in/that/filesystem is needed)) $(DIR2)
 
 # Not part of `test`, because each release takes minutes. CI runs a part of it.
 test-versions: env ## run the conformance tests with other releases of Megatron-Core

@@ -31,11 +31,13 @@ class RunFailed(Exception):
 class Run:
     """One training run: torchrun and its workers, which write to one log."""
 
-    def __init__(self, arguments: Sequence[str], *, ranks: int, log: Path) -> None:
-        """Starts `pretrain_tiny.py` on the CPU with `tiny.args` and then these arguments."""
+    def __init__(
+        self, arguments: Sequence[str], *, ranks: int, log: Path, runner: Path = HERE / "cpu" / "run.py"
+    ) -> None:
+        """Starts `pretrain_tiny.py` on the CPU, by `runner`, with `tiny.args` and then these arguments."""
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launcher += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
-        script = [str(HERE / "cpu" / "run.py"), str(HERE / "pretrain_tiny.py")]
+        script = [str(runner), str(HERE / "pretrain_tiny.py")]
         everything = (HERE / "tiny.args").read_text().split() + list(arguments)
         environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.log = log

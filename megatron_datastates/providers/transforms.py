@@ -114,24 +114,30 @@ class EncodedTensor:
             part = _READER.read(part, self.written_after)
         stored = part.to(self.dtype).contiguous().resolve_conj().resolve_neg()
         if self.dtype is not self.source.tensor.dtype:
-            _check_finite(self.key, part, stored)
+            _check_room(self.key, part, stored)
         return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
 
 
-def _check_finite(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:
-    """Raises MismatchError if a finite number is infinite, or no number, as it is stored."""
+def _check_room(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:
+    """Raises MismatchError if the dtype of `stored` has no room for a number of `values`.
+
+    It becomes infinite or no number there, or else, as infinity does, the largest one: torch 2.11 makes NaN
+    of what float8_e4m3fn has no room for, and 2.14 makes 448.
+    """
     if not values.numel():
         return
     low, high = values.aminmax()  # far faster than `isfinite`
-    most = torch.finfo(stored.dtype).max
-    if -most <= low.item() and high.item() <= most:
+    limits = torch.finfo(stored.dtype)
+    if -limits.max <= low.item() and high.item() <= limits.max:
         return
-    lost = values.isfinite() & ~stored.float().isfinite()
+    rounded_up_to = limits.max + limits.eps * 2.0 ** math.floor(math.log2(limits.max)) / 2
+    fits = stored.float().isfinite()
+    lost = (values.isfinite() & ~fits) | ((values.abs() > rounded_up_to) & fits)
     if lost.any():
+        found, dtype = values[lost][0].item(), dtype_name(stored.dtype)
         raise MismatchError(
-            f"tensor {key!r} cannot be cast to {dtype_name(stored.dtype)}: {values[lost][0].item():g} would "
-            f"become infinite, expected -{most:g} to {most:g}; choose another dtype, or patterns that leave "
-            "this tensor out"
+            f"tensor {key!r} cannot be cast to {dtype}: it has {found:g}, expected numbers from "
+            f"-{limits.max:g} to {limits.max:g}; choose another dtype, or patterns that leave this tensor out"
         )
 
 

@@ -225,7 +225,8 @@ def test_quantized_tensors_cannot_copy_the_same_scales_often() -> None:
     scheme = b"(ctorch\nper_channel_affine\n" + scales + b"h\x02K\x00t"
     arguments = b"(" + storage + b"K\x00K\x02\x85K\x01\x85" + scheme + b"\x89ccollections\nOrderedDict\n)Rt"
     first = b"ctorch._utils\n_rebuild_qtensor\nq\x000" + arguments + b"q\x01"
-    with pytest.raises(UnsafeObjectError, match="more than 128 times the bytes"):
+    # Newer releases of torch refuse as many scales by themselves.
+    with pytest.raises(UnsafeObjectError, match=r"more than 128 times the bytes|must equal size"):
         deserialize(archive(repeated(first, b"h\x00h\x01R"), **{"0": bytes(8), "1": bytes(2)}), "key")
 
 
