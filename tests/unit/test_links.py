@@ -46,6 +46,20 @@ LINKING = {"link_from": MIB}
 Tensors = Mapping[str, torch.Tensor]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def hard_links(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips these tests in file systems without hard links (`make test-filesystem`)."""
+    first, second = (tmp_path_factory.mktemp("link") / "file" for _ in range(2))
+    first.touch()
+    try:
+        os.link(first, second)
+        has_links = first.samefile(second)
+    except OSError:
+        has_links = False
+    if not has_links:
+        pytest.skip("this file system has no hard links")
+
+
 def frozen(seed: int, size: int = 5 * MIB // 2) -> torch.nn.Parameter:
     """Half a block longer than two blocks."""
     return torch.nn.Parameter(random_tensor(torch.uint8, (size,), seed), requires_grad=False)
