@@ -1,6 +1,6 @@
 # The daily commands. All run in .venv, which `make env` creates and keeps up to date.
 # Variables: PYTHON (the interpreter for .venv), ARGS (passed to pytest, the demo or the fault campaign), SEED (of the campaign),
-# VERSIONS (releases of megatron-core, for test-versions), CHECKOUT (of Megatron-LM, for test-main),
+# VERSIONS (releases of megatron-core, for test-versions), CHECKOUT (of Megatron-LM, for test-main), DIR and DIR2 (for test-filesystem),
 # SANITIZERS (for test-native-sanitizers: address, thread, undefined).
 SHELL := bash
 BIN := .venv/bin

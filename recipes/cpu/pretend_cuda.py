@@ -73,6 +73,9 @@ class HostStream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         return event or HostEvent()
 
@@ -132,6 +135,8 @@ def _pretend_streams(cuda: Any) -> None:
     cuda.Stream, cuda.Event = HostStream, HostEvent
     cuda.stream = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: HostStream()
     cuda.is_current_stream_capturing = _always(False)
+    if hasattr(torch, "accelerator"):  # newer optimizers ask there
+        torch.accelerator.current_stream = lambda *args, **kwargs: HostStream()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = _always(0)
 
 
