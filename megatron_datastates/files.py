@@ -54,6 +54,15 @@ def folders_in(
         return [entry.name for entry in entries if wanted(entry.name) and entry.is_dir()]
 
 
+def files_in(directory: str | os.PathLike[str]) -> list[str]:
+    """Returns the names of the regular files, or links to them, in a directory. Raises OSError."""
+    if is_object(directory):
+        place = path_of(directory)
+        return sorted({*stores.names_below(place)}.difference(stores.folders_below(place)))
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries if entry.is_file()]
+
+
 def open_regular(
     path: str | os.PathLike[str], most_bytes: int | None = None, buffering: int = -1
 ) -> BinaryIO:

@@ -59,16 +59,19 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
         DataStatesError: the checkpoint cannot be read.
     """
     states = _optimizer_state(source) if optimizer else {}
-    if states:
-        return _matching(states, states, pattern, lambda key: _state_content(states[key]))
     keys = sorted(filter(is_state, source.tensors) if optimizer else source.tensors)
-    if optimizer and not keys:
+    if optimizer and not keys and not states:
         raise MissingKeyError(
             f"{source.directory} has no optimizer map: list its stored tensors, which include any optimizer "
             "state, without --optimizer"
         )
     source.preload(keys)
-    return _matching(keys, source.tensors, pattern, lambda key: _stored_content(source, key))
+    return _matching(
+        {*keys, *states},  # of some optimizers of a chain in buckets, of others by parameter
+        {**{key: source.tensors[key] for key in keys}, **states},
+        pattern,
+        lambda key: _state_content(states[key]) if key in states else _stored_content(source, key),
+    )
 
 
 def _matching(

@@ -56,7 +56,7 @@ class Statistics:
         from megatron_datastates.engine.native import summarize_numbers
 
         if values.dtype not in KINDS:
-            values = (values.abs() if values.is_complex() else values).to(torch.float64)
+            values = values.to(torch.complex128).abs() if values.is_complex() else values.to(torch.float64)
         finite, nans, low, high, total, squares = summarize_numbers(KINDS[values.dtype], raw_bytes(values))
         self.nans += nans
         self.infinities += values.numel() - finite - nans

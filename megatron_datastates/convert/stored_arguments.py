@@ -171,12 +171,19 @@ class _Plain:
         return self._text(value, depth)
 
     def _text(self, value: Any, depth: int) -> str:
-        """Returns `torch.bfloat16` for a dtype, `AttnBackend(5)` for a member of an enumeration."""
+        """Returns `torch.bfloat16` for a dtype, `AttnBackend(5)` for a member of an enumeration.
+
+        Of other instances, too, it has all that was stored: `args` compares texts.
+        """
         if isinstance(value, type) and issubclass(value, _Inert):
             return value.name
         if isinstance(value, _Inert) and depth < _MOST_DEEP:
             own = type(value).__name__
             texts = [str(self.value(one, depth + 1)) for one in value.arguments]
+            if value.state is not None:
+                state = self.value(value.state, depth + 1)
+                named = isinstance(state, dict)
+                texts += [f"{name}={one}" for name, one in state.items()] if named else [str(state)]
             if own.endswith("Path"):
                 return "/".join(texts).replace("//", "/")
             return f"{own}({', '.join(texts)})"

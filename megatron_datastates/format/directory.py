@@ -53,4 +53,5 @@ def is_through_dcp(keys: Collection[str]) -> bool:
 def is_of_a_format(name: str) -> bool:
     """Returns whether a format makes files of this name: a converted checkpoint has its own."""
     known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME, MANIFEST_NAME, OPTIMIZER_MAPS_NAME}
-    return name in known or name.endswith((".distcp", ".tmp")) or is_own_file_name(name)
+    is_ours = name.startswith(".datastates-") or is_own_file_name(name)  # a call's claim, too
+    return is_ours or name in known or name.endswith((".distcp", ".tmp"))

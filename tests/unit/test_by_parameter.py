@@ -6,6 +6,7 @@ import argparse
 import enum
 import io
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,24 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_datastates.config import MIB
+from megatron_datastates.convert.contents import contents
 from megatron_datastates.convert.foreign_classes import changed_object
+from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.planning import plan_conversion
 from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import FragmentRange
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
-from megatron_datastates.providers.objects import deserialize
-from tests.unit.converting import convert_to
-from tests.unit.states import State, new_saver, save
+from megatron_datastates.providers.base import Entry, Mutability, Place, StateReader, TensorSource
+from megatron_datastates.providers.objects import ObjectSource, deserialize
+from megatron_datastates.providers.streams import StreamSource
+from tests.unit.converting import LEAST, convert_to
+from tests.unit.ranks_in_turn import RanksInTurn
+from tests.unit.states import Chained, State, Yields, new_saver, save
 from tests.unit.test_optimizer_state import BUCKET, bucket, map_of, parameter, shard
 
 PREFIX = "optimizer.distributed.dp_group_idx_"
@@ -35,7 +43,14 @@ COMMON = {
 }
 
 
-def columns(directory: Path, common: Any = COMMON, *, as_file: bool = False) -> Path:
+def columns(
+    directory: Path,
+    common: Any = COMMON,
+    *,
+    as_file: bool = False,
+    entries: Sequence[Entry] = (),
+    iteration: int | None = None,
+) -> Path:
     """Saves two halves of a matrix, cut by columns, each with something before it.
 
     The common state is an object, or a file as before Megatron 0.19.
@@ -58,7 +73,9 @@ def columns(directory: Path, common: Any = COMMON, *, as_file: bool = False) -> 
         objects |= {f"{PREFIX}{rank}.{name}/shard_0_1": [value] for name, value in values.items()}
     saver = new_saver()
     extras = PublicationExtras(other_files=[COMMON_FILE] if as_file else [])
-    assert saver.start(directory, State(tensors, objects), extras=extras).wait() is Outcome.PUBLISHED
+    state = Chained(State(tensors, objects), Yields(*entries))
+    publication = saver.start(directory, state, extras=extras, iteration=iteration)
+    assert publication.wait() is Outcome.PUBLISHED
     saver.close()
     return directory
 
@@ -93,6 +110,66 @@ def test_the_common_state_says_that_state_is_by_parameter(tmp_path: Path, as_fil
     assert common["optimizer"] == {"optimizer": groups, "param_state_sharding_type": kind}
     assert common["args"] == argparse.Namespace(seed=3)
     assert sorted(path.read_bytes() for path in directory.iterdir()) == before
+
+
+def test_streams_iteration_and_files_of_others_are_those_of_the_stored_checkpoint(tmp_path: Path) -> None:
+    log = StreamSource.from_buffers("log", [b"abc" * 1000])
+    directory = columns(tmp_path / "c", entries=[log], iteration=7)
+    (directory / "run_config.yaml").write_text("model: gpt")
+    source = ByParameterSource(open_source(directory))
+    assert sorted(key for file in source.stored_by_rank() for key in file.streams) == ["log"]
+    with pytest.raises(OptionError, match="streams, such as 'log', and torch_dist holds none"):
+        plan_conversion(source, tmp_path / "theirs", format="torch_dist")
+    convert(plan_conversion(source, tmp_path / "ours", format="datastates"), LEAST, verify=True)
+    made = open_source(tmp_path / "ours")
+    assert b"".join(made.open_stream("log")) == b"abc" * 1000
+    assert made.manifest is not None and made.manifest.iteration == 7
+    assert (tmp_path / "ours" / "run_config.yaml").read_text() == "model: gpt"
+    assert torch.equal(made.read_tensor(KEY), WHOLE)
+
+
+class _Rank:
+    """A tensor that does not change, which gets a file of its own, and half of the matrix of `columns`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def entries(self) -> Iterator[Entry]:
+        rank, base = self._rank, torch.ones(2, MIB)
+        place = Place((4, MIB), (2 * rank, 0), (2, MIB))
+        yield TensorSource("base", base, Mutability.NOW, place, True)
+        bucket_of = torch.cat([torch.full((5,), -1.0), WHOLE[:, 3 * rank : 3 * rank + 3].reshape(-1)])
+        key, place = f"{PREFIX}{rank}.{BUCKET}.exp_avg", Place((17,), (0,), (17,))
+        yield TensorSource(key, bucket_of, Mutability.NOW, place)
+        described = parameter("w", 5, 17, shard("w", (4, 6), (0, 3 * rank), (4, 3), 0, (3, 1)))
+        yield ObjectSource(f"{PREFIX}{rank}.datastates_map/shard_0_1", [map_of(bucket(17, described))])
+        if rank == 0:
+            yield ObjectSource(COMMON_STATE_KEY, [COMMON])
+
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
+
+
+def test_ranks_may_have_several_files(tmp_path: Path) -> None:
+    ranks = RanksInTurn(2, link_from=MIB)
+    for number in range(2):
+        publication = ranks.save(tmp_path / str(number), [_Rank(0), _Rank(1)])
+        assert publication.outcome is Outcome.PUBLISHED, publication.error
+    ranks.close()
+    source = ByParameterSource(open_source(tmp_path / "1"))
+    assert source.manifest is not None and [file.rank for file in source.manifest.files] == [0, 0, 1, 1]
+    held = [{key for key, _ in file.fragments} for file in source.stored_by_rank()]
+    assert held == [{"base", KEY}, {"base", KEY}]
+
+
+def test_show_lists_states_in_buckets_and_those_that_are_stored_by_parameter(tmp_path: Path) -> None:
+    key = "chained_1.optimizer.state.momentum_buffer.v"
+    other = TensorSource(key, torch.ones(3), Mutability.NOW)
+    source = open_source(columns(tmp_path / "c", entries=[other]))
+    assert [(one.key, one.global_shape) for one in contents(source, optimizer=True)] == [
+        (key, (3,)),
+        (KEY, (4, 6)),
+    ]
 
 
 @pytest.mark.parametrize("begin", [0, 1, 3, 4, 13, 47])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,8 @@ from megatron_datastates.convert.workers import Workers
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
+from megatron_datastates.format.manifest import DROPPED
+from megatron_datastates.format.values import MANIFEST_NAME, OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.publishing.presence import other_file_entry
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -169,6 +171,31 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
         assert not (made / "integrity.json").exists()
         assert f'"sharded_backend": "{name}"' in (made / "metadata.json").read_text()
         assert '"common_backend": "torch"' in (made / "metadata.json").read_text()
+
+
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
+def test_files_that_a_framework_has_added_to_a_published_checkpoint_are_copied(
+    format: str, tmp_path: Path
+) -> None:
+    """As Bridge adds run_config.yaml, without which it does not resume. Left-overs are none of these."""
+    source = tmp_path / "source"
+    ds.save({"a": torch.ones(3)}, source, **SMALL)
+    for name in ("run_config.yaml", "common.pt", ".datastates-claim-0123", "x.tmp"):
+        (source / name).write_text("text")
+    made = convert_to(source, tmp_path / "made", format=format, verify=True)
+    assert (tmp_path / "made" / "run_config.yaml").read_text() == "text"
+    assert made.other_files == ["run_config.yaml"]
+
+
+def test_a_conversion_to_the_same_format_notes_that_the_optimizer_was_dropped(tmp_path: Path) -> None:
+    ds.save({"a": torch.ones(3)}, tmp_path / "source", **SMALL)
+    path = tmp_path / "source" / MANIFEST_NAME
+    manifest = ds.open(tmp_path / "source").manifest
+    writer = {**manifest.writer, "optimizer": DROPPED, "torch": "1.0"}
+    path.write_bytes(msgspec.structs.replace(manifest, writer=writer).encode())
+    made = convert_to(tmp_path / "source", tmp_path / "made", format="datastates").manifest
+    assert made is not None and made.is_without_optimizer
+    assert made.writer["torch"] != "1.0"
 
 
 MAP_KEY = f"optimizer.{OPTIMIZER_MAP_NAME}/shard_0_1"

@@ -165,6 +165,14 @@ def test_statistics_do_not_depend_on_parts(name, monkeypatch):
     assert expected.finite + expected.nans + expected.infinities == 105
 
 
+@pytest.mark.parametrize(("name", "large"), [("complex64", 3e38), ("complex32", 60000)])
+def test_an_absolute_value_may_be_larger_than_the_dtype_can_hold(name, large):
+    found = Statistics()
+    found.add(torch.tensor([complex(large, large)], dtype=getattr(torch, name)))
+    assert (found.finite, found.infinities) == (1, 0)
+    assert math.isclose(found.norm, large * math.sqrt(2), rel_tol=1e-3)
+
+
 # -- verify, repair, prune --------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import io
 import json
 import os
@@ -301,6 +302,27 @@ def test_arguments_are_listed_and_compared(both: Path, tmp_path: Path):
     only = run("args", one, tmp_path / "new", "--keys", "extra*")
     assert only[0] == 1 and "1 argument of 1 differs" in only[1]
     assert "no training argument matches 'nothing*'" in refused("args", one, "--keys", "nothing*")
+
+
+class Settings:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+def test_arguments_that_are_instances_have_their_state(tmp_path: Path):
+    def texts_of(rate: float) -> dict[str, Any]:
+        buffer, nested = io.BytesIO(), Settings(rate)
+        for _ in range(9):  # deeper than anything is shown
+            nested = Settings(nested)
+        values = argparse.Namespace(
+            own=Settings(rate), partial=functools.partial(int, base=rate), deep=nested
+        )
+        torch.save([{"args": values}], buffer)
+        return arguments_in(buffer.getvalue(), "here")
+
+    one, other = texts_of(2), texts_of(3)
+    assert (one["own"], other["own"]) == ("Settings(rate=2)", "Settings(rate=3)")
+    assert one["partial"] != other["partial"]
 
 
 def test_show_says_the_same_of_both_formats(both: Path):

@@ -214,7 +214,7 @@ class DataStatesSink(Sink):
         self.write_metadata()  # before the manifest: writing that syncs the directory
         index = merge_layouts((entry.rank, own) for entry, own in written)
         write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
-        old = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
+        old = self.source.manifest
         others = [*self.source.other_files, *self._write_facts()]
         manifest = Manifest(
             run_id=f"{self._save_id.run_id:016x}",
@@ -227,7 +227,7 @@ class DataStatesSink(Sink):
             parallel=old.parallel if old else self._parallel(),
             others=[other_file_entry(self.directory / name, self._check) for name in others],
             providers=old.providers if old else [],
-            writer=releases(),
+            writer={**(old.writer if old else {}), **releases()},  # with what was done to it since the save
             compatible=COMPATIBLE_CHECKSUMS,
         )
         write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults, self._save_id)

@@ -10,7 +10,7 @@ import functools
 import math
 import tempfile
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.errors import FormatError, OptionError
 from megatron_datastates.format.directory import BACKEND, COMMON_FILE, COMMON_STATE_KEY
+from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import element_bytes, is_optimizer_map
 from megatron_datastates.pipeline.loading.optimizer import BucketStates
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps, reshardable_common_state
@@ -86,6 +87,20 @@ class ByParameterSource(Source):
     @property
     def objects(self) -> Sequence[str]:
         return [key for key in self._stored.objects if key not in self._beside]
+
+    @property
+    def streams(self) -> Sequence[str]:
+        return self._stored.streams
+
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        return self._stored.open_stream(key)
+
+    def stream_bytes(self, key: str) -> int:
+        return self._stored.stream_bytes(key)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._stored.manifest
 
     @property
     def other_files(self) -> Sequence[str]:
@@ -158,6 +173,7 @@ class ByParameterSource(Source):
             RankContents(
                 [one for one in file.fragments if one[0] not in self._states.buckets],
                 [key for key in file.objects if key not in self._beside],
+                file.streams,
             )
             for file in self._stored.stored_by_rank()
         ]
@@ -171,7 +187,8 @@ class ByParameterSource(Source):
         return [file for file in files if not file.is_empty]
 
     def _numbers_of_files(self) -> dict[int, int]:
-        """Returns, by number of a data file, its place among those that hold anything."""
-        index = self._stored.checkpoint.index
-        held = {int(file) for entry in index.tensors.values() for file in set(entry.files.tolist())}
-        return {file: number for number, file in enumerate(sorted(held | set(index.objects.values())))}
+        """Returns, by number of a data file, the place of its rank among those that stored anything."""
+        held = zip(self.manifest.files, self._stored.stored_by_file(), strict=True)
+        ranks = [file.rank if not one.is_empty else None for file, one in held]
+        places = {rank: n for n, rank in enumerate(sorted({rank for rank in ranks if rank is not None}))}
+        return {file: places[rank] for file, rank in enumerate(ranks) if rank is not None}

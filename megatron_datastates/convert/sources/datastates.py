@@ -23,7 +23,7 @@ from megatron_datastates.convert.sources.source import (
 )
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.files import is_in_memory
-from megatron_datastates.format.directory import is_of_a_format
+from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_datastates.dcp.facts import Facts
+    from megatron_datastates.format.manifest import Manifest
 
 
 class _Readers(threading.local):
@@ -68,8 +69,15 @@ class DataStatesSource(Source):
         return list(self.checkpoint.index.objects)
 
     @property
+    def manifest(self) -> Manifest:
+        return self.checkpoint.manifest
+
+    @property
     def other_files(self) -> Sequence[str]:
-        return [o.name for o in self.checkpoint.manifest.others if not is_of_a_format(o.name)]
+        # Frameworks add files once it is published, as Bridge does. Another common.pt is a left-over.
+        added = {name for name in super().other_files if name != COMMON_FILE}
+        named = {o.name for o in self.manifest.others if not is_of_a_format(o.name)}
+        return sorted(added | named)
 
     @property
     def dcp_facts(self) -> Facts | None:
@@ -135,7 +143,8 @@ class DataStatesSource(Source):
         self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
 
     def check_other(self, name: str) -> None:
-        self.checkpoint.read_other(name)
+        if any(one.name == name for one in self.manifest.others):
+            self.checkpoint.read_other(name)
 
     def stored_by_file(self) -> list[RankContents]:
         """Returns what each data file holds, in the order of its bytes."""

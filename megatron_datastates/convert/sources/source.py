@@ -7,7 +7,6 @@ torch.distributed.
 from __future__ import annotations
 
 import dataclasses
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import MissingKeyError, StorageError
-from megatron_datastates.files import folders_in
+from megatron_datastates.files import files_in, folders_in
 from megatron_datastates.format.directory import COMMON_FILE, is_of_a_format
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline.runs.runs import metadata_members
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from megatron_datastates.convert.sources.dcp_index import Records
     from megatron_datastates.dcp.facts import Facts
+    from megatron_datastates.format.manifest import Manifest
 
 
 class SourceTensor(StoredBoxes, Protocol):
@@ -101,8 +101,7 @@ class Source(ABC):
     @property
     def other_files(self) -> Sequence[str]:
         """Returns the names of the checkpoint's other files, such as `common.pt` before Megatron 0.19."""
-        with os.scandir(self.directory) as entries:
-            return sorted(e.name for e in entries if e.is_file() and not is_of_a_format(e.name))
+        return sorted(name for name in files_in(self.directory) if not is_of_a_format(name))
 
     def read_metadata(self) -> dict[str, Any]:
         """Returns the members of Megatron's metadata.json. Raises FormatError, OSError."""
@@ -111,6 +110,11 @@ class Source(ABC):
     def other_path(self, name: str) -> Path:
         """Returns where one of the other files is."""
         return self.directory / name
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Returns the manifest of the save; None of another format."""
+        return None
 
     @property
     def dcp_facts(self) -> Facts | None:
