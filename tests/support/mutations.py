@@ -265,6 +265,14 @@ def replaced_strategy(model: Any, optimizer: Any) -> None:
     checkpointing.TorchDistSaveShardedStrategy = TorchDistSaveShardedStrategy
 
 
+@mutation
+def replaced_queue(model: Any, optimizer: Any) -> None:
+    """Takes our hook out of Megatron's queue of asynchronous calls."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    AsyncCallsQueue.schedule_async_request = AsyncCallsQueue.schedule_async_request.__wrapped__
+
+
 def install(working: Callable[[], Any]) -> None:
     """Does what the environment asks for.
 
