@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_datastates.pipeline.saver_pool import saver_for
 logger = logging.getLogger(__name__)
 _STOCK = "megatron.core.dist_checkpointing.strategies.torch"
 _NAME = "TorchDistSaveShardedStrategy"
+_made: weakref.WeakSet[TrainingSaveStrategy] = weakref.WeakSet()  # in place of torch_dist's
 
 
 class _MatchesOurStrategies(type(TrainingSaveStrategy)):  # type: ignore[misc]
@@ -81,7 +83,10 @@ def take_over(
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(options=chosen, in_loop=in_loop, transform=transform)
+            _made.add(self)
 
+    for made in _made:  # programs keep a strategy for all their saves
+        made.change(chosen, in_loop, transform)
     holders = []
     for holder in list(sys.modules.values()):
         names = getattr(holder, "__dict__", {})

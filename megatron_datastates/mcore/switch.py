@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +23,27 @@ _instead: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `dist_checkpointing.save`: if the switch is on, what torch_dist would store is stored by us."""
+    """Wraps `dist_checkpointing.save`: with the switch, or `enable`, what torch_dist would store is ours."""
     signature = inspect.signature(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        if not is_switched_on():
+        is_on = is_switched_on()
+        if not is_on and not _is_enabled():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        if "://" in str(bound.arguments["checkpoint_dir"]):
+        if is_on and "://" in str(bound.arguments["checkpoint_dir"]):
             _warn_of_object_stores(str(bound.arguments["checkpoint_dir"]))
             return original(*args, **kwargs)
         bound.arguments["sharded_strategy"] = _ours(bound.arguments.get("sharded_strategy"))
         return original(*bound.args, **bound.kwargs)
 
     return save
+
+
+def _is_enabled() -> bool:
+    """Returns whether the program has called `enable`; strategies made before that are not ours yet."""
+    programs = sys.modules.get("megatron_datastates.mcore.programs")
+    return programs is not None and programs.is_enabled()
 
 
 @functools.cache

@@ -41,3 +41,17 @@ def test_structure_is_not_assumed_for_other_formats(pretraining: Pretraining, tm
     settled = pretraining.run(*LAYOUTS["tp2"], *saving, "--exit-interval", "1").ranks[0].facts["arguments"]
     assert settled["ckpt_assume_constant_structure"] is False
     assert settled["async_save"] is False, "as in Megatron alone: its async save needs a worker"
+
+
+def test_a_queue_that_does_not_know_our_saves_publishes_them_when_it_finalizes(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """As a queue of a program's own, or Megatron's after another package has replaced its method."""
+    checkpoints = Checkpoints(tmp_path / "ck")
+    how: list[str | Path] = [*LAYOUTS["tp2"], "--train-iters", str(STEPS), "--ckpt-format", "datastates"]
+    saving = ["--save", checkpoints.root, "--save-interval", "3", "--async-save"]
+    saved = pretraining.run(*how, *saving, environment={"TINY_MUTATION": "replaced_queue:1"})
+    assert checkpoints.published() == checkpoints.complete() == [3, STEPS]
+    assert checkpoints.tracked() == STEPS
+    resumed = pretraining.run(*how, "--load", checkpoints.root, "--ckpt-step", "3")
+    assert resumed.resumed_from(saved) == 3

@@ -154,3 +154,15 @@ def test_a_skipped_save_is_made_after_all_where_a_signal_ends_the_run(
         *how, "--train-iters", "40", "--load", str(root), "--exit-interval", str(last + 1)
     )
     assert resumed.resumed_from(saved) == last
+
+
+@pytest.mark.parametrize("mutation", ["reloaded_module", "replaced_strategy"])
+def test_a_save_that_others_have_taken_out_of_our_hands_raises(
+    mutation: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """Megatron then saves in its own format."""
+    how: list[str | Path] = ["--save", tmp_path / "ck", "--ckpt-format", "datastates"]
+    failed = pretraining.fail(*how, environment={"TINY_MUTATION": f"{mutation}:1"})
+    assert all(failed.exits)
+    assert "iteration 2 was not saved in the datastates format, but in another one" in failed.log
+    assert Checkpoints(tmp_path / "ck").published() == []

@@ -393,20 +393,25 @@ def enable_twice(root: str, folder: str) -> None:
     import megatron.core.dist_checkpointing.strategies.torch as home
 
     join()
-    lazy = []
+    stock = FullyParallelSaveStrategyWrapper(home.TorchDistSaveShardedStrategy("torch_dist", 1), None, True)
+    lazy, kept = [], []
     for number, chosen in enumerate((True, False)):
         enable(lazy=chosen)
         strategy = home.TorchDistSaveShardedStrategy("torch_dist", 1)
         lazy.append(strategy.options.lazy)
+        kept.append(strategy)
         save(Path(root, str(number)), state(number), strategy, "async")
         assert_loads(Path(root, str(number)), number)
+    lazy.append(kept[0].is_lazy())
+    save(Path(root, "before"), state(5), stock, "sync")
+    before = json.loads(Path(root, "before", "metadata.json").read_text())["sharded_backend"]
     try:
         error = ""
         enable(no_such_option=1)
     except Exception as failure:
         error = type(failure).__name__
     name = "TorchDistSaveShardedStrategy"
-    stock = [vars(module).get(name, home.TorchDistSaveShardedStrategy).__name__ for module in (home, holder)]
+    names = [vars(module).get(name, home.TorchDistSaveShardedStrategy).__name__ for module in (home, holder)]
     # A strategy object keeps its own options: here, everything may change when save returns.
     sharded, own = state(7), DataStatesSaveStrategy(options=Options(copy_threads=1))
     sharded["weight"].data = torch.nn.Parameter(sharded["weight"].data)
@@ -419,7 +424,8 @@ def enable_twice(root: str, folder: str) -> None:
     report(
         folder,
         lazy=lazy,
-        stock=stock,
+        before=before,
+        stock=names,
         error=error,
         own_lazy=job.plan.lazy_bytes,
         own_eager=job.plan.eager_bytes,

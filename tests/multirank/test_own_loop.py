@@ -29,7 +29,8 @@ def test_example_recipe_saves_in_our_format_and_resumes_exactly(
 
 def test_enabling_again_changes_the_options_of_later_saves(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:enable_twice", tmp_path):
-        assert rank["lazy"] == [True, False]
+        assert rank["lazy"] == [True, False, False], "the last one is a strategy of the first call"
+        assert rank["before"] == "datastates", "of a strategy that was made before the first call"
         assert rank["stock"] == ["EnabledSaveStrategy", "EnabledSaveStrategy"]
         assert rank["error"] == "OptionError"
         assert rank["own_lazy"] == 0 < rank["own_eager"], "a strategy object is not replaced"

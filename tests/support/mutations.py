@@ -6,6 +6,7 @@ run of tests/support/tiny.py can be one of these.
 
 import copy
 import dataclasses
+import importlib
 import itertools
 import os
 import weakref
@@ -248,6 +249,28 @@ def switched_off(model: Any, optimizer: Any) -> None:
     from megatron_datastates.mcore.training import loop as ours
 
     ours._options = dataclasses.replace(ours._options, prepared=False)
+
+
+@mutation
+def reloaded_module(model: Any, optimizer: Any) -> None:
+    """Reloads Megatron's module, which takes our strategy out of it."""
+    importlib.reload(checkpointing)
+
+
+@mutation
+def replaced_strategy(model: Any, optimizer: Any) -> None:
+    """Puts a strategy in place of ours, and forgets the one that Megatron has made."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    checkpointing.TorchDistSaveShardedStrategy = TorchDistSaveShardedStrategy
+
+
+@mutation
+def replaced_queue(model: Any, optimizer: Any) -> None:
+    """Takes our hook out of Megatron's queue of asynchronous calls."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    AsyncCallsQueue.schedule_async_request = AsyncCallsQueue.schedule_async_request.__wrapped__
 
 
 def install(working: Callable[[], Any]) -> None:

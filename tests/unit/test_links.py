@@ -302,6 +302,23 @@ def test_a_tensor_that_changes_while_it_is_compared_fails_the_save(tmp_path):
     assert names(tmp_path / "1") == set()
 
 
+def test_a_tensor_that_changes_between_being_compared_and_written_fails_the_save(linking, tmp_path):
+    """As a moving average of weights does, if a program updates it in the forward pass."""
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    state["base"].data.add_(1)
+    publication = start(linking, tmp_path / "1", state, Mutability.AT_FENCE)
+    compared = publication.save.stable
+    compared.allow_lazy_copies()
+    assert compared._digesting.wait_hashed(60.0)
+    state["base"].data.add_(1)
+    FENCE.wait("a step")
+    assert publication.wait() is Outcome.FAILED
+    assert CHANGED_TOO_EARLY in publication.error
+    publication.join()
+    assert names(tmp_path / "1") == set()
+
+
 @pytest.mark.parametrize("slow", ["link", "copies"])
 def test_a_fence_waits_no_longer_than_its_deadline(tmp_path, monkeypatch, slow):
     saver, fence_is_over = new_saver(**LINKING, fence_deadline=1.0), threading.Event()

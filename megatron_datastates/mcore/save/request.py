@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,14 +28,19 @@ _METADATA = "save.<locals>.metadata_finalize_fn"
 
 
 class SaveHandle:
-    """The `async_fn` of our requests: the queue's hook recognizes it; calling it waits for the save."""
+    """The `async_fn` of our requests: the queue's hook recognizes it; calling it waits for the save.
+
+    A queue without our hook calls it in a forked process, where there is nothing to do.
+    """
 
     def __init__(self, publication: Publication, on_failure: str) -> None:
         self.publication = publication
         self.on_failure = on_failure  # raise or warn
+        self._process = os.getpid()
 
     def __call__(self) -> None:
-        raise_if_failed(self.publication, self.publication.wait())
+        if os.getpid() == self._process:
+            raise_if_failed(self.publication, self.publication.wait())
 
 
 def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
@@ -46,12 +52,19 @@ def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
 class _OnlyIfPublished(list[Callable[[], None]]):
     """Finalize functions of a request: messages, retention, a tracker. No-ops if the save failed.
 
-    Each is wrapped as it is appended, since Megatron may move them to another request.
+    Each is wrapped as it is appended, since Megatron may move them to another request. The first one, on all
+    ranks, publishes the save if no poll has: in a queue without our hook.
     """
 
-    def __init__(self, publication: Publication) -> None:
-        super().__init__()
-        self._publication = publication
+    def __init__(self, publication: Publication, on_failure: str) -> None:
+        super().__init__([self._publish])
+        self._publication, self._on_failure = publication, on_failure
+
+    def _publish(self) -> None:
+        if self._publication.outcome is Outcome.PENDING:
+            outcome = self._publication.wait()
+            if self._on_failure == "raise":
+                raise_if_failed(self._publication, outcome)
 
     def append(self, function: Callable[[], None]) -> None:
         if getattr(function, "__qualname__", "") == _METADATA:
@@ -69,7 +82,7 @@ def make_request(publication: Publication, async_strategy: str, on_failure: str 
     return _request_class(async_strategy)(
         async_fn=SaveHandle(publication, on_failure),
         async_fn_args=(),
-        finalize_fns=_OnlyIfPublished(publication),
+        finalize_fns=_OnlyIfPublished(publication, on_failure),
     )
 
 

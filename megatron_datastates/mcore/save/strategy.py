@@ -182,6 +182,10 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         self._far_published = far_published
         self._origin = origin
 
+    def change(self, options: Options, in_loop: Callable[[], bool], transform: Transform | None) -> None:
+        """Changes how later saves are made."""
+        self.options, self._in_loop, self._transform = options, in_loop, transform
+
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         request = super().async_save(*args, **kwargs)
         self._started(request.async_fn.publication)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import GIB, Options
-from megatron_datastates.errors import OptionError, SaveFailedError
+from megatron_datastates.errors import HookPointError, OptionError, SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.providers import find_functions, registered
@@ -238,6 +238,9 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `save_checkpoint`, in any format: a save that should be ours never uses another format.
 
     The trainer is held for the whole call. A failed save raises, or is logged with `on_failure` "warn".
+
+    Raises:
+        HookPointError: Megatron has saved in another format, as somebody has replaced what we had replaced.
     """
     parameters = Parameters(original)
 
@@ -257,8 +260,9 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if _is_skipped(call, chosen, _options):
             return None
         is_ours, planned = not _is_local(call, chosen), uses_fsdp(chosen)
+        held = trainer_held("save_checkpoint")
         with (
-            trainer_held("save_checkpoint"),
+            held,
             retention.saving(iteration),
             near.saving(_options, is_release=bool(call.get("release"))),
             dataloader.saving(is_ours=is_ours),
@@ -271,12 +275,19 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             try:
                 with fsdp.saving(_strategy()) if is_ours and planned else contextlib.nullcontext():
-                    return original(iteration, *args, **kwargs)
+                    result = original(iteration, *args, **kwargs)
             except SaveFailedError as error:  # on every rank, so all continue together
                 if _options.on_failure == "raise":
                     raise
                 logger.warning("%s Training continues (--datastates-on-failure warn).", error)
                 return None
+        if is_ours and held.holder is None:
+            raise HookPointError(
+                f"iteration {iteration} was not saved in the datastates format, but in another one: after "
+                "megatron_datastates was attached to megatron.training.checkpointing, a program has reloaded "
+                "that module, or replaced its save strategy"
+            )
+        return result
 
     return save_checkpoint
 

@@ -6,7 +6,8 @@ Protocol of one save, if an earlier checkpoint of the run has a file of the same
      block, and writes nothing.
   3. The trainer's thread compares the digests, at a poll or at the fence. If they are those of the linked
      file, it is part of the new checkpoint. If not, or if there is no link, the tensors are written to a file
-     of their own, and writing begins before the fence releases the trainer: nothing may change in between.
+     of their own, and writing begins before the fence releases the trainer: nothing may change in between,
+     and the save fails if the digests of what was written are others again.
   4. The finishing thread syncs the directory, or seals the new file. In the second case, the link goes with
      what publishing removes: the files of earlier saves that the manifest does not name.
 Without such an earlier file, the tensors are written at once, and their digests are taken on the way.
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
@@ -212,7 +213,16 @@ class StableFile:
             return
         assert self._writing is not None
         durable = seal(self._writing, self._writing.layout.tensor_end, group=STABLE_GROUP)
-        content = hashlib.sha256(self._writing.block_digests()).digest()
+        written = self._writing.block_digests()
+        compared = self._digesting if self.link_error is None else None
+        # Samples of the second job, which began later, would not find it.
+        if compared is not None and compared.block_digests() != written:
+            raise DataStatesError(
+                f"a tensor that is not trained {CHANGED_TOO_EARLY} after it was compared with an earlier "
+                "checkpoint's, and before it was written. Code that changes it must call "
+                "`megatron_datastates.fence()` first"
+            )
+        content = hashlib.sha256(written).digest()
         path = self._writing.path
         self.shared = SharedFile(path, self._save_id, durable, content, identity_of(path))
 
