@@ -23,7 +23,6 @@ from megatron_datastates.mcore.training import arguments, device_cache, loop, re
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
-from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State
 
@@ -53,21 +52,8 @@ def saved_with(monkeypatch, args: argparse.Namespace) -> list[int]:
     for module in (global_vars, checkpointing):
         monkeypatch.setattr(module, "get_args", lambda: args)
     seen: list[int] = []
-
-    def save_checkpoint(iteration: int) -> None:
-        seen.append(iteration)
-        charge_open_intervals(SaveOfOurs())
-
-    loop.wrap_save_checkpoint(save_checkpoint)(7)
+    loop.wrap_save_checkpoint(lambda iteration: seen.append(iteration))(7)
     return seen
-
-
-class SaveOfOurs:
-    def __init__(self) -> None:
-        self.held = HeldTime()
-
-    def on_trainer_released(self) -> None:
-        pass
 
 
 def namespace(**members) -> argparse.Namespace:
