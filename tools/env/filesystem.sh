@@ -16,6 +16,7 @@ for name in atomic_files links save_and_load saving_again failing_saves shared_f
   tests+=("tests/unit/test_$name.py")
 done
 stat -f -c '[filesystem] %n: %T' "$1"
+options=(-q -p no:cacheprovider --basetemp="$work/tests" -o tmp_path_retention_policy=failed -m "not long")
 # shellcheck disable=SC2086  # ARGS holds several words
-"$python" -m pytest -q -p no:cacheprovider --basetemp="$work/tests" -m "not long" "${tests[@]}" ${ARGS:-}
+"$python" -m pytest "${options[@]}" "${tests[@]}" ${ARGS:-}
 (($# < 2)) || "$python" tests/filesystem/two_mounts.py "$1" "$2"
