@@ -115,7 +115,8 @@ class EncodedTensor:
         stored = part.to(self.dtype).contiguous().resolve_conj().resolve_neg()
         if self.dtype is not self.source.tensor.dtype:
             _check_finite(self.key, part, stored)
-        return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+        # Not `reshape`, as a tensor of one element may have any stride, and then torch views no bytes of it.
+        return memoryview(stored.as_strided((stored.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 def _check_finite(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:
