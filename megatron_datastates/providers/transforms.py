@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError, MismatchError, OptionError
@@ -116,7 +117,8 @@ class EncodedTensor:
         if self.dtype is not self.source.tensor.dtype:
             _check_finite(self.key, part, stored)
         # Not `reshape`, as a tensor of one element may have any stride, and then torch views no bytes of it.
-        return memoryview(stored.as_strided((stored.numel(),), (1,)).view(torch.uint8).numpy())
+        data = stored.as_strided((stored.numel(),), (1,)).view(torch.uint8)
+        return memoryview(np.from_dlpack(data))  # after `numpy()`, the program could not resize its storage
 
 
 def _check_finite(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:

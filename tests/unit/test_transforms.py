@@ -126,6 +126,13 @@ def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path, wrap: Any) 
     assert [found[f"all.{key}"].tolist() for key in state] == [[[3.0]], [2.0], [[], [], []]]
 
 
+def test_what_was_compressed_may_be_resized(tmp_path: Path) -> None:
+    tensor = noise(MIB)
+    ds.save({"w": tensor}, tmp_path / "c", compress=1)
+    tensor.untyped_storage().resize_(0)  # as programs do that offload
+    assert ds.load(tmp_path / "c")["w"].shape == (MIB,)
+
+
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     order=st.randoms(use_true_random=False),
