@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import ENVIRONMENT_PREFIX, is_switched_on
+from megatron_datastates.mcore.hooks.calls import SAVES
 
 logger = logging.getLogger(__name__)
 VARIABLE = ENVIRONMENT_PREFIX + "ENABLE"
-calls = 0  # of `dist_checkpointing.save`, whoever saves
 # Strategies by those that they replace; one replaces all that programs leave to Megatron.
 _instead: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -28,8 +28,7 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        global calls
-        calls += 1
+        SAVES.calls += 1
         is_on = is_switched_on()
         if not is_on and not _is_enabled():
             return original(*args, **kwargs)

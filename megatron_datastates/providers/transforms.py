@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError, MismatchError, OptionError
@@ -115,7 +116,9 @@ class EncodedTensor:
         stored = part.to(self.dtype).contiguous().resolve_conj().resolve_neg()
         if self.dtype is not self.source.tensor.dtype:
             _check_room(self.key, part, stored)
-        return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+        # Not `reshape`, as a tensor of one element may have any stride, and then torch views no bytes of it.
+        data = stored.as_strided((stored.numel(),), (1,)).view(torch.uint8)
+        return memoryview(np.from_dlpack(data))  # after `numpy()`, the program could not resize its storage
 
 
 def _check_room(key: str, values: torch.Tensor, stored: torch.Tensor) -> None:

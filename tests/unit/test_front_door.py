@@ -19,6 +19,7 @@ from megatron_datastates.errors import (
     NotACheckpointError,
     OptionError,
     SaveFailedError,
+    StorageError,
 )
 from megatron_datastates.pipeline.loading import entries
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -299,3 +300,13 @@ def test_the_default_device_does_not_matter(tmp_path: Path, compress: int) -> No
         step, moment = one["optimizer"][0].values()
         assert torch.equal(one["w"], state["w"]) and step == 3.0 and torch.equal(moment, torch.ones(2, 2))
         assert all(torch.equal(sparse.to_dense(), torch.eye(3)) for sparse in one["sparse"])
+
+
+def test_a_checkpoint_that_was_replaced_after_it_was_read_says_so(tmp_path: Path) -> None:
+    ds.save({"w": torch.ones(3), "step": 1}, tmp_path)
+    checkpoint = ds.open(tmp_path)
+    assert checkpoint.read_tensor("w").tolist() == [1, 1, 1]  # has read all that says what is where
+    ds.save({"w": torch.zeros(3), "step": 2}, tmp_path)
+    for read in (lambda: checkpoint.read_tensor("w"), lambda: checkpoint.read_object("step")):
+        with pytest.raises(StorageError, match="was replaced by another save while it was read: load again"):
+            read()

@@ -21,7 +21,9 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.providers.base import Mutability, StateReader
 from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.streams import StreamSource
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, data_files, new_saver
 
@@ -137,6 +139,21 @@ def test_a_save_within_a_poll_is_refused_and_harms_nothing(
     publication = saver.start(tmp_path / "a", state(1))
     assert publication.wait() is Outcome.PUBLISHED
     assert_saves(saver, tmp_path / "c")
+
+
+@pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.NEVER])
+def test_a_save_within_the_writer_of_a_stream_is_refused(tmp_path: Path, mutability: Mutability) -> None:
+    """Each would wait for the other; what may not change is written on a thread of its own."""
+
+    class Nested:
+        def entries(self) -> Iterator[StreamSource]:
+            yield StreamSource("s", lambda write: ds.save({"x": torch.ones(1)}, tmp_path / "b"), mutability)
+
+        def restore(self, reader: StateReader) -> None: ...
+
+    with pytest.raises(SaveFailedError, match=NESTED):
+        ds.save({"p": Nested()}, tmp_path / "a")
+    ds.save({"x": torch.ones(1)}, tmp_path / "c")
 
 
 def test_a_save_within_a_start_is_refused_and_harms_nothing(

@@ -115,6 +115,24 @@ def test_compressed_state_is_restored_bit_by_bit(tmp_path: Path, mutability: Mut
     assert hashlib.sha256(large).digest() in {entry.sha256 for entry in footer.fragments}
 
 
+@pytest.mark.parametrize(
+    "wrap", [Compressed, lambda state: Cast(state, torch.float16)], ids=["compressed", "cast"]
+)
+def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path, wrap: Any) -> None:
+    state = {"column": torch.arange(6.0).reshape(2, 3)[1:, ::3], "expanded": torch.tensor(2.0).expand(1)}
+    state["none"] = torch.empty(3, 1).expand(3, 4)[:, :0]
+    ds.save({"all": wrap(state)}, tmp_path / "c")
+    found = ds.load(tmp_path / "c")
+    assert [found[f"all.{key}"].tolist() for key in state] == [[[3.0]], [2.0], [[], [], []]]
+
+
+def test_what_was_compressed_may_be_resized(tmp_path: Path) -> None:
+    tensor = noise(MIB)
+    ds.save({"w": tensor}, tmp_path / "c", compress=1)
+    tensor.untyped_storage().resize_(0)  # as programs do that offload
+    assert ds.load(tmp_path / "c")["w"].shape == (MIB,)
+
+
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     order=st.randoms(use_true_random=False),

@@ -1,4 +1,4 @@
-"""Arguments of the calls that a hook sees, by name."""
+"""The calls that a hook sees: their arguments, by name, and how many there were."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Count:
+    """How many calls there were."""
+
+    calls = 0
+
+
+SAVES = Count()  # of `dist_checkpointing.save`, in whatever format
 
 
 class Parameters:

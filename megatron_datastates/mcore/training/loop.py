@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import GIB, Options
 from megatron_datastates.errors import HookPointError, OptionError, SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import SAVES, Parameters
 from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
@@ -251,7 +251,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _saves_are_ours(chosen):
             return original(iteration, *args, **kwargs)
 
-        from megatron_datastates.mcore import dataloader, switch
+        from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
         from megatron_datastates.mcore.training import device_cache, fsdp, near, retention
 
@@ -260,7 +260,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if _is_skipped(call, chosen, _options):
             return None
         is_ours, planned = not _is_local(call, chosen), uses_fsdp(chosen)
-        held, calls = trainer_held("save_checkpoint"), switch.calls
+        held, calls = trainer_held("save_checkpoint"), SAVES.calls
         with (
             held,
             retention.saving(iteration),
@@ -282,7 +282,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 logger.warning("%s Training continues (--datastates-on-failure warn).", error)
                 return None
         # Megatron may also save nothing, as its main does with --freeze-all-layers.
-        if is_ours and held.holder is None and switch.calls > calls:
+        if is_ours and held.holder is None and SAVES.calls > calls:
             raise HookPointError(
                 f"iteration {iteration} was not saved in the datastates format, but in another one: after "
                 "megatron_datastates was attached to megatron.training.checkpointing, a program has reloaded "

@@ -218,6 +218,7 @@ class Checkpoint:
                 outcome = (reader or self.new_reader()).read(sources, spans)
         except StorageError as error:
             if not self._leave_near(files.tolist(), error):
+                refuse_replaced(self.directory, self.manifest, error)
                 raise
             return self._read_plain(items, reader)
         self.costs.bytes_read += outcome.bytes_read

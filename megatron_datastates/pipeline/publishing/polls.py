@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
+from megatron_datastates.pipeline.saving.background import is_in_background
 from megatron_datastates.pipeline.saving.postponement import Postponement
 
 
@@ -42,8 +43,11 @@ class Turn:
         self.owner: int | None = None  # the thread
 
     def require_free(self) -> None:
-        """Raises DataStatesError where this thread is in the middle of a start or a poll."""
-        if self.owner is not None:
+        """Raises DataStatesError where this thread is in the middle of a start or a poll.
+
+        Or on a thread of ours, which writes what a provider stores: the other save could wait for this one.
+        """
+        if self.owner is not None or is_in_background():
             raise DataStatesError(
                 "a signal handler, a finalizer or a state provider saves, or waits for a save, in the middle "
                 "of the start or the poll of another one: save once that call has returned; a signal handler "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,18 @@ AFTER_POLL_SECONDS = 0.01
 # And copies so much: what Megatron does after a poll (it ends saves that are published, with a collective
 # call) would share its cores with them.
 COPIES_AFTER_POLL_SECONDS = 0.003
+
+
+class _Mark(threading.local):
+    is_in_background = False
+
+
+_mark = _Mark()
+
+
+def is_in_background() -> bool:
+    """Returns whether this is one of our threads."""
+    return _mark.is_in_background
 
 
 class BackgroundThread:
@@ -53,6 +66,7 @@ class BackgroundThread:
         after, function = self._after, self._function
         self._after = self._function = None  # a thread that has ended keeps nothing
         try:
+            _mark.is_in_background = True
             _yield_to_wakers()
             time.sleep(self._delay)
             if after is not None:
