@@ -124,6 +124,7 @@ def check_names(state: Collected) -> None:
 
 def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     entry: Any = None
+    yielded: list[tuple[TensorSource, int | None]] = []
     try:
         for entry in provider.entries():
             if type(entry) is ObjectSource:  # first: a model may have several for each layer
@@ -140,6 +141,7 @@ def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
                 state.tail_keys.extend(keys)
             elif isinstance(entry, TensorSource):
                 state.tensors.add(prefix + entry.key, *entry[1:])
+                yielded.append((entry, _version_of(entry.tensor)))
             elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
                 state.tail.append(entry)
                 state.tail_keys.append(prefix + entry.key)
@@ -151,6 +153,20 @@ def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     except TypeError:
         _check_keys(entry)
         raise
+    for source, version in yielded:  # nothing was copied: each would be stored as it is now
+        if _version_of(source.tensor) != version:
+            raise MismatchError(
+                f"tensor {source.key!r} was changed by `entries`, which had yielded it: expected a tensor "
+                "with memory of its own for each source"
+            )
+
+
+def _version_of(tensor: Any) -> int | None:
+    """Returns how often torch has changed a tensor's values; None for those that count no changes."""
+    try:
+        return int(tensor._version)
+    except (AttributeError, RuntimeError):  # of inference mode
+        return None
 
 
 def _check_keys(entry: Any) -> None:

@@ -261,6 +261,25 @@ def test_keys_that_are_no_text_are_named(tmp_path: Path, source: Callable[[Any],
         ds.save({"p": Yields(source("\ud800"))}, tmp_path)
 
 
+class Refills:
+    """Yields one tensor under every key, filled anew for each."""
+
+    def entries(self) -> Iterator[TensorSource]:
+        tensor = torch.empty(3)
+        for number in range(3):
+            yield TensorSource(f"k{number}", tensor.fill_(number))
+
+    def restore(self, reader: object) -> None: ...
+
+
+def test_a_tensor_that_is_filled_anew_after_it_was_yielded_fails_the_save(tmp_path: Path) -> None:
+    with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k0' was changed by `entries`"):
+        ds.save({"p": Refills()}, tmp_path)
+    with torch.inference_mode():
+        counted = torch.ones(3)  # which torch counts no changes of
+    ds.save({"p": Yields(TensorSource("t", counted), TensorSource("tied", counted))}, tmp_path)
+
+
 # -- transformations in trees ------------------------------------------------------------------------------
 
 
