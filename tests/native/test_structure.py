@@ -1,9 +1,10 @@
 """native.Structure notices every difference in nested containers, and keeps nothing alive."""
 
+import gc
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -228,7 +229,17 @@ needs_watches = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """A dictionary of another test that is collected meanwhile would count as a change."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @needs_watches
+@pytest.mark.usefixtures("no_collections")
 def test_what_python_reports_no_change_of_is_not_walked_again() -> None:
     roots, owner = nested(), Thing(held={"a": Thing(), "b": [Thing(), {"c": Thing()}]}, other=1)
     structure = noted([owner], roots, attributes=["held"])
