@@ -70,7 +70,7 @@ class Temporaries:
 def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
     """Fills tensors with slices of global ones. Lazy saves that still read the targets come first.
 
-    Of targets that share memory, such as tied weights, the last one counts.
+    Of contiguous targets that share memory, such as tied weights, the last one counts.
 
     What cannot be read in place is converted through temporaries of 32 MiB, or of the size of a tensor of a
     subclass, such as a quantized one.
