@@ -49,6 +49,11 @@ def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
         raise MegatronSaveFailedError(publication.error) from publication.save.cause
 
 
+def warn_of_failure(publication: Publication) -> None:
+    """Logs why a save has failed that training goes on after."""
+    logger.warning("%s Training continues (--datastates-on-failure warn).", publication.error)
+
+
 class _OnlyIfPublished(list[Callable[[], None]]):
     """Finalize functions of a request: messages, retention, a tracker. No-ops if the save failed.
 
@@ -61,10 +66,10 @@ class _OnlyIfPublished(list[Callable[[], None]]):
         self._publication, self._on_failure = publication, on_failure
 
     def _publish(self) -> None:
-        if self._publication.outcome is Outcome.PENDING:
-            outcome = self._publication.wait()
+        if self._publication.outcome is Outcome.PENDING and self._publication.wait() is Outcome.FAILED:
             if self._on_failure == "raise":
-                raise_if_failed(self._publication, outcome)
+                raise_if_failed(self._publication, Outcome.FAILED)
+            warn_of_failure(self._publication)
 
     def append(self, function: Callable[[], None]) -> None:
         if getattr(function, "__qualname__", "") == _METADATA:
@@ -136,7 +141,7 @@ class DataStatesCaller:
             self._publication.hold_report = False
             self._publication.save.on_trainer_released()
             raise_if_failed(self._publication, Outcome.FAILED)
-        logger.warning("%s Training continues (--datastates-on-failure warn).", self._publication.error)
+        warn_of_failure(self._publication)
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
         def finalize() -> None:
