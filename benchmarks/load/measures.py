@@ -30,6 +30,8 @@ CASES = {
     "TP 2 to 4": (Sharding(tensor=2), Sharding(tensor=4)),
     "TP 4 to 2": (Sharding(tensor=4), Sharding(tensor=2)),
     "TP 2 to PP 2": (Sharding(tensor=2), Sharding(pipeline=2)),
+    "the same on 2 ranks": (Sharding(), Sharding(copies=2)),
+    "the same on 4 ranks": (Sharding(), Sharding(copies=4)),
     "optimizer buckets, DP 2": (Sharding(data=2), Sharding(data=2)),
     "optimizer buckets, DP 2 to 3": (Sharding(data=2), Sharding(data=3)),
 }

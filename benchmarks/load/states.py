@@ -26,17 +26,19 @@ State = dict[str, Any]  # ShardedTensors
 class Sharding:
     """How a state is cut, which decides what it is: `data` cuts buckets of an optimizer, the others a model.
 
-    `small`: the model's tensors are small, and each layer's have their own keys.
+    `small`: the model's tensors are small, and each layer's have their own keys. `copies`: so many ranks have
+    the same part of the model, as with data parallelism.
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 0
     small: bool = False
+    copies: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.data or self.tensor * self.pipeline
+        return self.data or self.tensor * self.pipeline * self.copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,8 @@ def make_state(sharding: Sharding, model: Model, rank: int) -> State:
         return dict(_buckets(sharding, model, rank))
     if sharding.small:
         return dict(_small_model(sharding, model, rank))
-    return dict(_model(sharding, model, rank % sharding.tensor, rank // sharding.tensor))
+    copy, part = divmod(rank, sharding.tensor * sharding.pipeline)
+    return dict(_model(sharding, model, part % sharding.tensor, part // sharding.tensor, copy))
 
 
 def fill(tensor: Any) -> None:
@@ -82,7 +85,7 @@ def check(tensor: Any) -> None:
             raise ValueError(f"{tensor.key} at {tensor.global_offset} was not loaded as it was saved")
 
 
-def _model(sharding: Sharding, model: Model, tensor: int, stage: int) -> Iterator[tuple[str, Any]]:
+def _model(sharding: Sharding, model: Model, tensor: int, stage: int, copy: int) -> Iterator[tuple[str, Any]]:
     layers, each = model.layers, model.layers // sharding.pipeline
     mine = range(each * stage, each * (stage + 1))
     parts: tuple[tuple[str, tuple[int, int], int, int], ...] = (
@@ -98,11 +101,12 @@ def _model(sharding: Sharding, model: Model, tensor: int, stage: int) -> Iterato
             for shard in range(shards):
                 part = (1 + axis, shard * sharding.tensor + tensor, shards * sharding.tensor)
                 local = [size // (part[2] if d == axis else 1) for d, size in enumerate(shape)]
-                yield f"{name}.{layer}.{shard}", _sharded(name, local, dtype, (0, layer, layers), part)
+                cuts = (0, layer, layers), part
+                yield f"{name}.{layer}.{shard}", _sharded(name, local, dtype, *cuts, replica_id=(0, 0, copy))
         norm = f"{prefix}decoder.layers.input_layernorm.weight"
         for layer in mine:
             axis_of_layers = (0, layer, layers)
-            replica = (0, tensor, 0)
+            replica = (0, tensor, copy)
             yield (
                 f"{norm}.{layer}",
                 _sharded(norm, [model.hidden], dtype, axis_of_layers, replica_id=replica),
@@ -110,7 +114,8 @@ def _model(sharding: Sharding, model: Model, tensor: int, stage: int) -> Iterato
         if stage == 0:
             local = [model.vocabulary // sharding.tensor, model.hidden]
             name = f"{prefix}embedding.word_embeddings.weight"
-            yield name, _sharded(name, local, dtype, (0, tensor, sharding.tensor), prepended=0)
+            cut = (0, tensor, sharding.tensor)
+            yield name, _sharded(name, local, dtype, cut, prepended=0, replica_id=(0, 0, copy))
 
 
 def _small_model(sharding: Sharding, model: Model, rank: int) -> Iterator[tuple[str, Any]]:

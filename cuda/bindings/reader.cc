@@ -23,15 +23,16 @@ using namespace nanobind::literals;
 namespace datastates {
 namespace {
 
-using FileTuple = std::tuple<std::filesystem::path, uint64_t, nb::bytes>;  // path, bytes of data, checksums
+// Path, bytes of data, checksums, whether it is read through the page cache.
+using FileTuple = std::tuple<std::filesystem::path, uint64_t, nb::bytes, bool>;
 
 std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   std::vector<ReadFile> files;
   files.reserve(tuples.size());
-  for (const auto& [path, data_bytes, checksums] : tuples) {
+  for (const auto& [path, data_bytes, checksums, through_cache] : tuples) {
     std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));
     if (!blocks.empty()) std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
-    files.push_back({path.string(), data_bytes, std::move(blocks)});
+    files.push_back({path.string(), data_bytes, std::move(blocks), through_cache});
   }
   return files;
 }

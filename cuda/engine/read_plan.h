@@ -16,6 +16,7 @@ struct ReadFile {
   std::string path;
   uint64_t data_bytes;
   std::vector<uint32_t> checksums;  // CRC-32C of each block of kBlockBytes; empty: nothing is checked
+  bool through_cache = false;       // not by direct I/O: other processes of this machine read the same bytes
 };
 
 // Rows at equal distances in a file go to memory at equal distances: the mirror image of Span (span.h).

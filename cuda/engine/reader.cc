@@ -128,8 +128,9 @@ void ReadJob::Open(size_t file, Opened* opened) {
   const MutexLock lock(source.mutex);
   opened->file = source.open.lock();
   if (!opened->file) {
-    opened->file =
-        std::make_shared<InputFile>(plan_.files()[file].path, reader_->options().direct, reader_->faults());
+    const ReadFile& named = plan_.files()[file];
+    const bool direct = reader_->options().direct && !named.through_cache;
+    opened->file = std::make_shared<InputFile>(named.path, direct, reader_->faults());
     source.open = opened->file;
   }
   opened->number = file;

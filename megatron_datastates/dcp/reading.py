@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from megatron_datastates.dcp.metadata import Boxes, Complete, StoredMetadata
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.memory import local_ranks
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
@@ -128,11 +129,19 @@ class CheckpointReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def is_read_beside(self, item: ReadItem) -> bool:
+        """Returns whether other ranks of this node probably read the same bytes.
+
+        They do if it is a whole tensor: what is sharded is requested in parts.
+        """
+        entry = self.checkpoint.tensors.get(item.storage_index.fqn)
+        return local_ranks() > 1 and entry is not None and tuple(item.lengths) == entry.global_shape
+
     def _box(self, item: ReadItem, find: FragmentFinder) -> _Box:
-        key = item.storage_index.fqn
+        key, through_cache = item.storage_index.fqn, self.is_read_beside(item)
         if self._states is not None and key in self._states:
-            return _BucketBox.of_state(item, self._states[key])
-        return _FragmentBox.of(item, self.checkpoint, find)
+            return _BucketBox.of_state(item, self._states[key], through_cache)
+        return _FragmentBox.of(item, self.checkpoint, find, through_cache)
 
     def _read_group(self, group: Sequence[_Transfer], planner: LoadPlanner, reader: Reader) -> None:
         self.checkpoint.read([read for transfer in group for read in transfer.scheduled()], reader)
@@ -166,6 +175,7 @@ class _Box:
     files: frozenset[int]
     place: tuple[int, int]  # sorts reads in the order of the files: (file number, offset in bytes)
     encoded: bool
+    through_cache: bool  # see ScheduledRead
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -213,13 +223,15 @@ class _FragmentBox(_Box):
     fragment: int
 
     @classmethod
-    def of(cls, item: ReadItem, checkpoint: Checkpoint, find: FragmentFinder) -> _FragmentBox:
+    def of(
+        cls, item: ReadItem, checkpoint: Checkpoint, find: FragmentFinder, through_cache: bool
+    ) -> _FragmentBox:
         """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
         entry = checkpoint.index.tensor(item.storage_index.fqn)
         number = find(entry, item.storage_index)
         file = int(entry.files[number])
         place = file, int(entry.file_offsets[number])
-        return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, entry, number)
+        return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, through_cache, entry, number)
 
     def plan(
         self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
@@ -235,11 +247,11 @@ class _BucketBox(_Box):
     origin: tuple[int, ...]  # in the state, of the coordinates of `item.storage_offsets`
 
     @classmethod
-    def of_state(cls, item: ReadItem, state: StateTensor) -> _BucketBox:
+    def of_state(cls, item: ReadItem, state: StateTensor, through_cache: bool) -> _BucketBox:
         origin = tuple(item.storage_index.offset or ())
         at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
         files, place = state.place(at, tuple(item.lengths))
-        return cls(item, state.dtype, files, place, state.encoded, state, origin)
+        return cls(item, state.dtype, files, place, state.encoded, through_cache, state, origin)
 
     def plan(
         self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
@@ -287,7 +299,9 @@ class _Transfer:
         if self.memory is self.target:
             note_change(self.target)
         for reads in self.box.plan(self.start, tuple(self.memory.shape), self.memory.stride()):
-            yield ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
+            yield ScheduledRead(
+                reads, self.memory.data_ptr(), _is_on_device(self.memory), self.box.through_cache
+            )
 
     def complete(self, planner: LoadPlanner) -> None:
         if self.memory is not None and self.memory is not self.target:

@@ -128,7 +128,7 @@ class Reader:
     def start(
         self,
         *,
-        sources: list[tuple[str, int, bytes]],
+        sources: list[tuple[str, int, bytes, bool]],
         files: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
         row_bytes: NDArray[np.uint64],
@@ -139,7 +139,11 @@ class Reader:
         flags: NDArray[np.uint8],
         stream: int,
     ) -> ReadJob:
-        """Starts a read. `sources` are (path, bytes of data, checksums); `files` are indices of sources."""
+        """Starts a read. `files` are indices of sources.
+
+        Args:
+            sources: (path, bytes of data, checksums, whether it is read through the page cache).
+        """
 
 def close_in_forked_child(descriptor: int) -> None: ...
 def forget_descriptor(descriptor: int) -> None: ...

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -61,8 +61,12 @@ class Reader:
         sources: Sequence[tuple[Path, Footer]],
         spans: ReadSpans,
         progress: Callable[[int], None] = lambda bytes_read: None,
+        through_cache: Collection[int] = (),
     ) -> ReadOutcome:
         """Reads `spans`, whose `files` are indices of `sources`, in one pass over the files.
+
+        The sources in `through_cache` are read through the page cache, also with direct I/O: that costs the
+        processor more, and the disk less where other processes of this machine read the same.
 
         Every 0.1 seconds `progress` is called with the number of bytes read since its last call.
 
@@ -75,11 +79,12 @@ class Reader:
         """
         objects = np.array([is_object(path) for path, _ in sources], np.bool_)
         if not objects.any():
-            return self._read_files(sources, spans, progress)
+            return self._read_files(sources, spans, progress, through_cache)
         of_objects = objects[spans.files]
         found = ReadOutcome(0, [])
         if not of_objects.all():
-            found = self._read_files(sources, spans.take(np.flatnonzero(~of_objects)), progress)
+            of_files = spans.take(np.flatnonzero(~of_objects))
+            found = self._read_files(sources, of_files, progress, through_cache)
         bad_blocks = set(found.bad_blocks)
 
         from megatron_datastates.engine.fetching import read_through_windows  # takes 20 ms, of every command
@@ -101,9 +106,13 @@ class Reader:
         sources: Sequence[tuple[Path, Footer]],
         spans: ReadSpans,
         progress: Callable[[int], None],
+        through_cache: Collection[int] = (),
     ) -> ReadOutcome:
         checked = self._options.checksums
-        files = [(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources]
+        files = [
+            (str(path), f.data_bytes, f.block_checksums if checked else b"", number in through_cache)
+            for number, (path, f) in enumerate(sources)
+        ]
         start = functools.partial(
             self._native.start,
             sources=files,

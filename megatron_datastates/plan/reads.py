@@ -44,6 +44,7 @@ class ScheduledRead:
     reads: BoxReads | FramedBox
     address: int
     on_device: bool = False  # the current one; not of a FramedBox
+    through_cache: bool = False  # the page cache: other processes of this machine read the same
 
     @property
     def bytes(self) -> int:

@@ -258,6 +258,7 @@ def start_read(
     stream: int = 0,
     *,
     adopt: bool = True,
+    through_cache: bool = False,
 ) -> native.ReadJob:
     if adopt:
         _adopt_targets(requests)
@@ -266,7 +267,7 @@ def start_read(
         return np.array([getattr(request, field) for request in requests], np.uint64)
 
     return reader.start(
-        sources=list(sources),
+        sources=[(*source, through_cache) for source in sources],
         files=words("file"),
         offsets=words("offset"),
         row_bytes=words("row_bytes"),

@@ -98,6 +98,7 @@ class Agreement:
         self.failure: Failure | None = None
         self.is_over = False  # or, within an exchange, interrupted: this rank makes no call of its own
         self.save_id: SaveId | None = None  # of what this rank has opened
+        self.keys_read_beside: frozenset[str] = frozenset()  # by other ranks of this node, and by this one
         self.is_parallel = is_parallel
         self._directory, self._group = directory, group
         self._gathers = gathers  # whether Megatron gathers metadata in this load
@@ -130,7 +131,7 @@ class Agreement:
         if self.failure is None:
             self.failure = Failure.of(error)
 
-    def begin(self, metadata: Iterable[Any] | None) -> None:
+    def begin(self, metadata: Sequence[Any] | None) -> None:
         """Makes the first collective call, or takes its result from what Megatron has gathered.
 
         Args:
@@ -150,14 +151,22 @@ class Agreement:
                 self.begin_exchange()  # there the ranks of other process groups wait
             raise
 
-    def _compare(self, metadata: Iterable[Any] | None) -> None:
-        from megatron_datastates.pipeline.publishing.collectives import gather_objects
+    def _compare(self, metadata: Sequence[Any] | None) -> None:
+        import torch.distributed as dist
+
+        from megatron_datastates.engine.memory import local_ranks
+        from megatron_datastates.mcore.load.metadata import keys_read_beside
+        from megatron_datastates.pipeline.publishing.collectives import gather_objects, ranks_of
 
         if not self._gathers:
             self._raise_if_any(self._group)
             return
         everyone = metadata if metadata is not None else gather_objects(self.failure, self._group)
         self._raise_for(everyone, self._group)
+        if metadata is not None and not self.is_parallel:  # there, each shard is read by one rank
+            self.keys_read_beside = keys_read_beside(
+                everyone, ranks_of(self._group), dist.get_rank(), local_ranks()
+            )
 
     @property
     def _is_one_of_several(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,3 +23,26 @@ def requested_boxes(items: Iterable[Any]) -> Boxes:
         key: (np.array([o for o, _ in boxes], np.int64), np.array([s for _, s in boxes], np.int64))
         for key, boxes in found.items()
     }
+
+
+def keys_read_beside(
+    gathered: Sequence[Iterable[Any]], ranks: Sequence[int], rank: int, local_ranks: int
+) -> frozenset[str]:
+    """Returns the keys of ShardedTensors of which other ranks of this node request the same shards.
+
+    Args:
+        gathered: the state that each rank requests.
+        ranks: their numbers in the world, in the same order. Nodes have `local_ranks` of them, one after
+            the other; in another order, reads may be slower.
+        rank: this one's number.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    beside: set[tuple[Any, ...]] = set()
+    mine: set[tuple[Any, ...]] = set()
+    for number, items in zip(ranks, gathered, strict=True):
+        if number // local_ranks == rank // local_ranks:
+            shards = {(i.key, i.global_offset, i.local_shape) for i in items if isinstance(i, ShardedTensor)}
+            (mine if number == rank else beside).update(shards)
+    alone = {key for key, *_ in mine - beside}
+    return frozenset(key for key, *_ in mine if key not in alone)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from torch.distributed.checkpoint.planner import ReadItem
+
 from megatron_datastates.dcp.reading import CheckpointReader
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.load import state
 
 
 class DataStatesReader(CheckpointReader):
@@ -17,6 +20,10 @@ class DataStatesReader(CheckpointReader):
         if versions.installed().writes_common_file:
             objects.discard(COMMON_STATE_KEY)
         return objects
+
+    def is_read_beside(self, item: ReadItem) -> bool:
+        agreement = state.current().agreement
+        return agreement is not None and item.storage_index.fqn in agreement.keys_read_beside
 
     def hidden_names(self) -> list[str]:
         return [provider.name for provider in self.checkpoint.manifest.providers if provider.name]

@@ -92,10 +92,7 @@ def read_framed(
             for batch in _batches(windows):
                 buffers = [np.empty(window.extent.bytes, np.uint8) for window in batch]
                 read_extents(
-                    [
-                        ScheduledRead(plan_extent(window.extent), buffer.ctypes.data)
-                        for window, buffer in zip(batch, buffers, strict=True)
-                    ]
+                    [window.read_into(buffer) for window, buffer in zip(batch, buffers, strict=True)]
                 )
                 _await(before)  # so that no more than two batches are in memory
                 pairs = zip(batch, buffers, strict=True)
@@ -150,12 +147,16 @@ class _Window:
     """A part of a box, the stored bytes that it needs, and what they decode to."""
 
     box: FramedBox
-    address: int
+    item: ScheduledRead
     entry: TailEntry
     extent: Extent  # of its frames; without a codec, of its bytes
     begin: int  # the first logical byte that `extent` decodes to
     frames: tuple[int, ...]  # stored sizes
     what: str  # for messages
+
+    def read_into(self, buffer: npt.NDArray[np.uint8]) -> ScheduledRead:
+        """Returns the read of the stored bytes."""
+        return dataclasses.replace(self.item, reads=plan_extent(self.extent), address=buffer.ctypes.data)
 
     def deliver(self, stored: npt.NDArray[np.uint8]) -> None:
         """Decodes the frames, and copies the box from them to its destination."""
@@ -164,7 +165,7 @@ class _Window:
         first, end = box.span
         source = _strided(plain[first - self.begin : end - self.begin], item, box.lengths, box.strides)
         size = item * footprint_elements(box.lengths, box.target_strides)
-        memory = (ctypes.c_uint8 * size).from_address(self.address + box.target)
+        memory = (ctypes.c_uint8 * size).from_address(self.item.address + box.target)
         target = _strided(np.frombuffer(memory, np.uint8), item, box.lengths, box.target_strides)
         target[...] = source
 
@@ -199,11 +200,11 @@ def _windows(footers: Footers, item: ScheduledRead) -> Iterator[_Window]:
         begin, end = part.span
         if entry.codec == NONE:
             extent = Extent(box.file, entry.offset + begin, end - begin)
-            yield _Window(part, item.address, entry, extent, begin, (), what)
+            yield _Window(part, item, entry, extent, begin, (), what)
             continue
         low, high = begin // FRAME_BYTES, -(-end // FRAME_BYTES)
         extent = Extent(box.file, places[low], places[high] - places[low])
-        yield _Window(part, item.address, entry, extent, low * FRAME_BYTES, entry.frame_sizes[low:high], what)
+        yield _Window(part, item, entry, extent, low * FRAME_BYTES, entry.frame_sizes[low:high], what)
 
 
 def _batches(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.memory import local_ranks
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.strides import footprint_elements, overlaps_itself
@@ -39,6 +40,7 @@ class _Piece(NamedTuple):
     offset: tuple[int, ...]  # in the global tensor
     target: torch.Tensor
     dtype: torch.dtype  # as stored
+    through_cache: bool  # see ScheduledRead
 
     @property
     def bytes(self) -> int:
@@ -92,7 +94,8 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
         for key, (place, target) in targets.items():
             target = target.detach()
             if _fits_in_place(checkpoint, key, place, target):
-                planned.append(checkpoint.plan_into(key, place.offset, place.shape, target))
+                cached = _is_read_beside(place)
+                planned.append(checkpoint.plan_into(key, place.offset, place.shape, target, cached))
                 in_place.append(target)
             else:
                 others += _pieces(checkpoint, key, place, target)
@@ -108,6 +111,11 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
     temporaries = Temporaries(_GROUP_BYTES)
     for group in _groups(others):
         _fill_group(checkpoint, group, reader, temporaries)
+
+
+def _is_read_beside(place: Place) -> bool:
+    """Returns whether other ranks of this node probably read the same: what is sharded is read in parts."""
+    return local_ranks() > 1 and tuple(place.shape) == tuple(place.global_shape)
 
 
 def note_change(target: torch.Tensor) -> None:
@@ -137,7 +145,9 @@ def _fill_group(
     scheduled: list[ScheduledRead] = []
     with checkpoint.costs.timing("planning"):
         for piece, temporary in zip(group, memory, strict=True):
-            scheduled += checkpoint.plan_into(piece.key, piece.offset, temporary.shape, temporary)
+            scheduled += checkpoint.plan_into(
+                piece.key, piece.offset, temporary.shape, temporary, piece.through_cache
+            )
     checkpoint.read(scheduled, reader)
     for piece, temporary in zip(group, memory, strict=True):
         copy_converted(piece.key, temporary, piece.target)
@@ -158,14 +168,14 @@ def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> Iterator[_Piece]:
-    dtype = torch_dtype(checkpoint.index.tensor(key).dtype, key)
+    dtype, cached = torch_dtype(checkpoint.index.tensor(key).dtype, key), _is_read_beside(place)
     if type(target) not in _PLAIN:  # a part of a quantized tensor is a copy of it
-        yield _Piece(key, tuple(place.offset), target, dtype)
+        yield _Piece(key, tuple(place.offset), target, dtype, cached)
         return
     for start, shape in cut_box((0,) * len(place.shape), place.shape, _PIECE_BYTES // dtype.itemsize):
         offset = tuple(a + b for a, b in zip(place.offset, start, strict=True))
         part = target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-        yield _Piece(key, offset, part, dtype)
+        yield _Piece(key, offset, part, dtype, cached)
 
 
 def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> bool:

@@ -205,7 +205,11 @@ class Checkpoint:
         if not boxes:
             return
         spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
-        files, places = np.unique(spans.files, return_inverse=True)
+        flags = np.array([item.through_cache for item in items], np.uint64)
+        ways = spans.files * np.uint64(2) + np.repeat(flags, [len(box.offsets) for box in boxes])
+        sources_read, places = np.unique(ways, return_inverse=True)
+        files = sources_read // np.uint64(2)
+        through_cache = set(np.flatnonzero(sources_read % np.uint64(2)).tolist())
         with self.costs.timing("opening"):
             self.require(files.tolist())
         footers = [self.footer(file) for file in files.tolist()]
@@ -215,7 +219,7 @@ class Checkpoint:
         spans = dataclasses.replace(spans, files=places.astype(np.uint64))
         try:
             with self.costs.timing("reading"):
-                outcome = (reader or self.new_reader()).read(sources, spans)
+                outcome = (reader or self.new_reader()).read(sources, spans, through_cache=through_cache)
         except StorageError as error:
             if not self._leave_near(files.tolist(), error):
                 refuse_replaced(self.directory, self.manifest, error)
@@ -295,13 +299,18 @@ class Checkpoint:
         return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def plan_into(
-        self, key: str, offset: Sequence[int], shape: Sequence[int], target: torch.Tensor
+        self,
+        key: str,
+        offset: Sequence[int],
+        shape: Sequence[int],
+        target: torch.Tensor,
+        through_cache: bool = False,
     ) -> list[ScheduledRead]:
         """Plans to read a slice into a contiguous target of its shape and of the stored dtype."""
         entry = self.index.tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         reads = self._whole_reads(key, entry, offset, shape)
-        return [ScheduledRead(part, target.data_ptr(), target.is_cuda) for part in reads]
+        return [ScheduledRead(part, target.data_ptr(), target.is_cuda, through_cache) for part in reads]
 
     def _whole_reads(
         self, key: str, entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
