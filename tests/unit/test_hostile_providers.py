@@ -44,6 +44,20 @@ def test_notes_that_are_no_text_fail_the_save_by_name(tmp_path: Path, notes: dic
     ds.save({"p": Yields(TensorSource("t", WEIGHT))}, tmp_path / "c")
 
 
+@pytest.mark.parametrize("notes", [{"path": "\udc80"}, {"\udc80": "path"}])
+def test_notes_that_utf_8_does_not_have_fail_the_save_by_name(tmp_path: Path, notes: dict[str, str]) -> None:
+    provider = Yields(TensorSource("t", WEIGHT))
+    provider.notes = notes  # type: ignore[attr-defined]
+    with pytest.raises(SaveFailedError, match=r"'p' .* its name or notes have '\\udc80', .* UTF-8"):
+        ds.save({"p": provider}, tmp_path / "c")
+
+
+def test_a_provider_that_stores_nothing_has_a_name_in_utf_8(tmp_path: Path) -> None:
+    """Else no key shows that the manifest could not have the name."""
+    with pytest.raises(SaveFailedError, match=r"its name or notes have '\\udc80', .* UTF-8"):
+        ds.save({"weight": WEIGHT, "\udc80": Yields()}, tmp_path / "c")
+
+
 # -- writers ----------------------------------------------------------------------------------------------
 
 
