@@ -121,8 +121,8 @@ class Link:
     def remove(self) -> None:
         """Removes the name if this save made it; in a forked child the parent's save goes on.
 
-        Never raises, as removing a written file does not: it may be called in a poll, on this rank alone. What
-        is left is a file that no manifest names.
+        Never raises, as removing a written file does not: it may be called in a poll, on this rank alone.
+        What is left is a file that no manifest names.
         """
         if self._made and self._pid == os.getpid():
             self._made = False
