@@ -145,6 +145,9 @@ def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
             elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
                 state.tail.append(entry)
                 state.tail_keys.append(prefix + entry.key)
+                source = getattr(entry, "source", None)
+                if isinstance(source, TensorSource):  # of a tensor that is encoded
+                    yielded.append((source, _version_of(source.tensor)))
             else:
                 raise TypeError(
                     f"it yielded a {type(entry).__qualname__}: expected Tensors, a TensorSource, an "

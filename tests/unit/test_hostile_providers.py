@@ -287,8 +287,9 @@ class Refills:
 
 
 def test_a_tensor_that_is_filled_anew_after_it_was_yielded_fails_the_save(tmp_path: Path) -> None:
-    with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k0' was changed by `entries`"):
-        ds.save({"p": Refills()}, tmp_path)
+    for provider in (Refills(), Compressed(Refills()), Cast(Refills(), torch.bfloat16)):
+        with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k0' was changed by `entries`"):
+            ds.save({"p": provider}, tmp_path)
     with torch.inference_mode():
         counted = torch.ones(3)  # which torch counts no changes of
     ds.save({"p": Yields(TensorSource("t", counted), TensorSource("tied", counted))}, tmp_path)
