@@ -105,7 +105,7 @@ class StagingEngine:
             EngineError: there is no driver for sources on a device, or an earlier save used another device.
         """
         first = np.frombuffer(header, np.uint8)
-        on_device = _is_on_current_device(copies.devices)
+        device = _current_device_of(copies.devices)
         start = functools.partial(
             self.native.start,
             path=str(path),
@@ -116,10 +116,10 @@ class StagingEngine:
             offsets=copies.offsets,
             row_bytes=copies.row_bytes,
             row_steps=copies.row_steps,
-            storages=copies.storages(list(map(id, owners)) if on_device else ()),
+            storages=copies.storages(list(map(id, owners)) if device is not None else ()),
             flags=copies.eager * np.uint8(native.EAGER_FLAG)
             | copies.on_device * np.uint8(native.DEVICE_FLAG),
-            stream=_current_stream() if on_device else 0,
+            stream=_current_stream(device) if device is not None else 0,
             lazy_seconds=_EAGER_SECONDS,
             output=output,
         )
@@ -128,7 +128,7 @@ class StagingEngine:
             with native.errors_for_users():
                 # Started and noted without a step between: at an interrupt there, nobody would end the job.
                 made.extend(itertools.starmap(start, [()]))
-            save = FileSave(self, made[0], path, layout, [first, *owners], on_device)
+            save = FileSave(self, made[0], path, layout, [first, *owners], device)
             save.wait_eager(self.options.fence_deadline)
             if copies.eager.any() and save.failure is None:  # else a copy may still be under way
                 save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments])
@@ -196,15 +196,15 @@ def _one_of(keys: Sequence[str]) -> str:
     return f"one of the tensors {some_of([repr(key) for key in keys], 5)}"
 
 
-def _is_on_current_device(devices: Sequence[int]) -> bool:
-    """Returns whether sources are on a device. Raises DataStatesError unless that is the current one."""
+def _current_device_of(devices: Sequence[int]) -> int | None:
+    """Returns the device that sources are on, if any. Raises DataStatesError if it is not the current one."""
     if devices and devices != (current := _current_device(),):
         names = " and ".join(f"cuda:{device}" for device in devices)
         raise DataStatesError(
             f"this save has tensors on {names}, and the current device is cuda:{current}: start one process "
             "per device, each with its own device current (torch.cuda.set_device)"
         )
-    return bool(devices)
+    return devices[0] if devices else None
 
 
 def _order_reuse(storages: Sequence[object]) -> None:
@@ -222,8 +222,9 @@ def _current_device() -> int:
     return torch.cuda.current_device()
 
 
-def _current_stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
+def _current_stream(device: int) -> int:
+    """Returns the stream of this thread's work on that device, which need not be the current one."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _raise_failure_of(save: weakref.ref[FileSave]) -> None:
@@ -246,11 +247,11 @@ class FileSave:
         path: Path,
         layout: Layout,
         keep: list[object],
-        on_device: bool,
+        device: int | None,
     ) -> None:
         self._engine = engine
         self._job = job
-        self._on_device = on_device
+        self._device = device  # that sources are on; None: none is on a device
         self._sources: list[object] | None = keep
         self._storages: set[int | None] | None = None  # _cdata of the sources, on demand
         self.path = path
@@ -270,8 +271,7 @@ class FileSave:
                 "(--datastates-fence-deadline)"
             )
             self._reaches(native.Milestone.EAGER)
-        if self._on_device:
-            self._job.hold_back(_current_stream())
+        self._hold_back()
 
     def drop_all_but(self, lazy: Sequence[object]) -> None:
         """Drops the sources but for the header and those of `lazy`. Call it after `wait_eager`, at once.
@@ -281,7 +281,7 @@ class FileSave:
         """
         assert self._sources is not None
         header, *owners = self._sources
-        if self._on_device:
+        if self._device is not None:
             _order_reuse(owners)
         self._sources = [header, *lazy]
 
@@ -307,15 +307,20 @@ class FileSave:
     def fence(self, seconds: float) -> bool:
         """Waits until the trainer may change every source; returns False after `seconds`.
 
-        Copies from host memory are done then. Copies from a device are enqueued, and the current stream waits
-        for the last of them. At most a few hundred copies are in flight at a time, so all but these are done.
+        Copies from host memory are done then. Copies from a device are enqueued, and this thread's stream on
+        that device waits for the last of them. At most a few hundred copies are in flight at a time, so all
+        but these are done.
         """
         self.allow_lazy_copies(hurries=True)
         if not self._reaches(native.Milestone.ENQUEUED, seconds):
             return False
-        if self._on_device:
-            self._job.hold_back(_current_stream())
+        self._hold_back()
         return True
+
+    def _hold_back(self) -> None:
+        """Lets the stream of the sources' device wait for the copies that are enqueued."""
+        if self._device is not None:
+            self._job.hold_back(_current_stream(self._device))
 
     def _reaches(self, milestone: native.Milestone, seconds: float = math.inf) -> bool:
         """Waits for a milestone; returns False after `seconds`."""
@@ -335,7 +340,7 @@ class FileSave:
 
     def stream_waited(self) -> float:
         """Returns the seconds for which the trainer's stream has waited for copies, by the device's clock."""
-        return float(self._job.stream_waited()) if self._on_device else 0.0
+        return float(self._job.stream_waited()) if self._device is not None else 0.0
 
     def sources_copied(self) -> bool:
         """Returns whether everything is staged; if so, drops the sources.

@@ -105,7 +105,8 @@ class Reporter:
             return
         try:
             with open(self._path, "ab", buffering=0) as file:  # in one piece, between those of other threads
-                file.write(json.dumps(report).encode() + b"\n")
+                # As text what JSON lacks, such as an iteration for which the save has failed.
+                file.write(json.dumps(report, default=str).encode() + b"\n")
         except OSError as error:
             logger.warning(
                 "the report of a %s was not written to %s: %s", report["event"], self._path, error.strerror

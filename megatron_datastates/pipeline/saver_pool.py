@@ -48,12 +48,14 @@ def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> 
         atexit.unregister(close_all)
         atexit.register(close_all)
     found = _savers.get((kind, options))
-    if not isinstance(found, kind):
+    if found is None:
         _close_idle(kind)
-        found = kind(options, session)
-        found.before_object_store = _close_before_pools
-        found.engine_owner = _engine_owner(kind, options)
-        _savers[kind, options] = found  # after its owner: close_all begins with the last one
+        made = kind(options, session)
+        made.before_object_store = _close_before_pools
+        made.engine_owner = _engine_owner(kind, options)
+        # After its owner: close_all begins with the last one. Another thread may have been faster.
+        found = _savers.setdefault((kind, options), made)
+    assert isinstance(found, kind)
     found.used_at = time.monotonic()
     return found
 

@@ -90,7 +90,7 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
         tensors, tail, kind = len(state.tensors), len(state.tail), kind_of(provider)
         try:
             _add(state, f"{name}." if name else "", provider)
-            notes = _checked_notes(provider)
+            notes = _checked_notes(name, provider)
         except Exception as error:
             raise _failure(name, kind, "save", error) from error
         ends = (tensors, len(state.tensors), tail, len(state.tail))
@@ -145,6 +145,9 @@ def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
             elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
                 state.tail.append(entry)
                 state.tail_keys.append(prefix + entry.key)
+                source = getattr(entry, "source", None)
+                if isinstance(source, TensorSource):  # of a tensor that is encoded
+                    yielded.append((source, _version_of(source.tensor)))
             else:
                 raise TypeError(
                     f"it yielded a {type(entry).__qualname__}: expected Tensors, a TensorSource, an "
@@ -191,12 +194,23 @@ def notes_of(provider: object) -> dict[str, str]:
     return dict(getattr(provider, "notes", {}))
 
 
-def _checked_notes(provider: object) -> dict[str, str]:
-    """Returns a provider's notes. Raises MismatchError if they are not text: no manifest could have them."""
+def _checked_notes(name: str, provider: object) -> dict[str, str]:
+    """Returns a provider's notes.
+
+    Raises:
+        MismatchError: they, or its name, are not text that UTF-8 has: no manifest could have them.
+    """
     notes = notes_of(provider)
     for key, value in notes.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise MismatchError(f"its notes have {key!r}: {value!r}: expected text for text")
+    for text in chain([name], *notes.items()):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # such as of a path from os.fsdecode
+            raise MismatchError(
+                f"its name or notes have {text!r}, with characters that UTF-8 does not have: change that"
+            ) from None
     return notes
 
 

@@ -53,7 +53,7 @@ class Trainer:
 @pytest.fixture
 def trainer(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     made = Trainer(cuda)
-    monkeypatch.setattr(staging, "_current_stream", lambda: made.stream)
+    monkeypatch.setattr(staging, "_current_stream", lambda device: made.stream)
     label_as_device(monkeypatch)
     yield made
     cuda.let_go()

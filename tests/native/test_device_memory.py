@@ -116,7 +116,7 @@ def test_tensors_in_neighbouring_allocations_are_saved_whole(
     """From torch's storages down: two tensors that follow each other in memory and in the file."""
     label_as_device(monkeypatch)
     stream = cuda.new_stream()
-    monkeypatch.setattr(staging, "_current_stream", lambda: stream)
+    monkeypatch.setattr(staging, "_current_stream", lambda device: stream)
     blocks = [cuda.allocate(MIB) for _ in range(3)]
     tensors = {f"t{i}": torch.frombuffer(block, dtype=torch.uint8) for i, block in enumerate(blocks)}
     views = {f"v{i}": tensors["t2"][i * 4096 : (i + 1) * 4096] for i in range(8)}

@@ -5,10 +5,12 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
@@ -21,6 +23,7 @@ from tests.native.harness import eventually, see_in_time
 from tests.native.sampling import BLOCK
 from tests.unit.states import Chained
 
+CURRENT_STREAM = staging._current_stream  # without the fixture's replacement
 NEVER = 3600.0  # seconds; longer than a test: copies begin at the first poll or fence
 
 
@@ -31,6 +34,24 @@ def test_a_save_holds_what_the_model_was_when_it_began(trainer: Trainer, tmp_pat
     assert_published(publication, tmp_path, trainer.initial)
     trainer.cuda.synchronize(trainer.stream)
     assert set(trainer.model["layer0"].tolist()) == {AFTER}
+
+
+def test_a_fence_holds_back_the_stream_of_the_saves_device(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the current device is another one, as in a thread that has not chosen any."""
+    current, streams = [0], {0: trainer.stream, 1: trainer.cuda.new_stream()}
+
+    def current_stream(device: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=streams[current[0] if device is None else device])
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(staging, "_current_stream", CURRENT_STREAM)
+    trainer.cuda.delay_copies(seconds=0.01)
+    publication = trainer.saver(tripwire=False).start(tmp_path, DeviceTensors(trainer.model))
+    current[0] = 1
+    trainer.optimizer_step()
+    assert_published(publication, tmp_path, trainer.initial)
 
 
 @pytest.mark.parametrize("paranoid", [False, True])

@@ -262,7 +262,7 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
     path = tmp_path_factory.mktemp("views") / "data"
     stream = cuda.new_stream()
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(StagingEngine(options)) as engine:
-        patch.setattr(staging, "_current_stream", lambda: stream)
+        patch.setattr(staging, "_current_stream", lambda device: stream)
         if device:
             label_as_device(patch)
         plan, memory = plan_state(state, []), locate(state)

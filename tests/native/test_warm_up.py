@@ -28,7 +28,7 @@ class Program:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
         self.uses_cuda, self.stream = False, cuda.new_stream()
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.uses_cuda)
-        monkeypatch.setattr(staging, "_current_stream", lambda: self.stream)
+        monkeypatch.setattr(staging, "_current_stream", lambda device: self.stream)
         label_as_device(monkeypatch)
 
 

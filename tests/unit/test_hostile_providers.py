@@ -44,6 +44,20 @@ def test_notes_that_are_no_text_fail_the_save_by_name(tmp_path: Path, notes: dic
     ds.save({"p": Yields(TensorSource("t", WEIGHT))}, tmp_path / "c")
 
 
+@pytest.mark.parametrize("notes", [{"path": "\udc80"}, {"\udc80": "path"}])
+def test_notes_that_utf_8_does_not_have_fail_the_save_by_name(tmp_path: Path, notes: dict[str, str]) -> None:
+    provider = Yields(TensorSource("t", WEIGHT))
+    provider.notes = notes  # type: ignore[attr-defined]
+    with pytest.raises(SaveFailedError, match=r"'p' .* its name or notes have '\\udc80', .* UTF-8"):
+        ds.save({"p": provider}, tmp_path / "c")
+
+
+def test_a_provider_that_stores_nothing_has_a_name_in_utf_8(tmp_path: Path) -> None:
+    """Else no key shows that the manifest could not have the name."""
+    with pytest.raises(SaveFailedError, match=r"its name or notes have '\\udc80', .* UTF-8"):
+        ds.save({"weight": WEIGHT, "\udc80": Yields()}, tmp_path / "c")
+
+
 # -- writers ----------------------------------------------------------------------------------------------
 
 
@@ -273,8 +287,9 @@ class Refills:
 
 
 def test_a_tensor_that_is_filled_anew_after_it_was_yielded_fails_the_save(tmp_path: Path) -> None:
-    with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k0' was changed by `entries`"):
-        ds.save({"p": Refills()}, tmp_path)
+    for provider in (Refills(), Compressed(Refills()), Cast(Refills(), torch.bfloat16)):
+        with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k0' was changed by `entries`"):
+            ds.save({"p": provider}, tmp_path)
     with torch.inference_mode():
         counted = torch.ones(3)  # which torch counts no changes of
     ds.save({"p": Yields(TensorSource("t", counted), TensorSource("tied", counted))}, tmp_path)

@@ -446,7 +446,7 @@ import pytest
 label_as_device(pytest.MonkeyPatch())
 cuda = FakeCuda(Path(sys.argv[2]))
 stream = cuda.new_stream()
-staging._current_stream = lambda: stream
+staging._current_stream = lambda device: stream
 from megatron_datastates.pipeline import saver as module
 module._CLOSING_SECONDS = 0.5
 cuda.hold_stream(stream)  # a kernel waits for a rank that is dead

@@ -433,6 +433,25 @@ def test_a_failed_save_removes_its_own_link_only(tmp_path, fault):
     saver.close()
 
 
+def test_a_link_that_cannot_be_removed_ends_no_poll(tmp_path, monkeypatch):
+    """An error of one rank alone there would leave the others waiting."""
+    saver = new_saver(**LINKING, faults="write manifest:2:EIO")
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    unlink = Path.unlink
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.parent == tmp_path / "1" and path.name.startswith("data-"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    publication = start(saver, tmp_path / "1", state)
+    assert publication.wait() is Outcome.FAILED
+    assert "Input/output error" in publication.error
+    saver.close()
+
+
 def test_saving_over_a_checkpoint_keeps_the_file_that_both_need(linking, tmp_path):
     state = state_of()
     save(linking, tmp_path / "0", state)

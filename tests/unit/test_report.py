@@ -282,6 +282,16 @@ def test_a_failed_save_is_reported_with_its_error(tmp_path):
     assert "No space left on device" in report["error"]
 
 
+def test_a_save_with_an_iteration_that_json_lacks_is_reported(tmp_path):
+    """An error of the report would end the program on rank 0 alone, in place of the save's."""
+    path = tmp_path / "reports.jsonl"
+    saver = new_saver(report_file=str(path))
+    publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=1j)
+    assert publication.wait() is Outcome.FAILED
+    saver.close()
+    assert json.loads(path.read_text())["iteration"] == "1j"
+
+
 def test_a_report_waits_for_whoever_will_hold_the_trainer_again(reporting, tmp_path):
     saver, lines = reporting
     publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}))

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,20 @@ def test_a_saver_is_not_closed_while_a_save_starts(tmp_path: Path) -> None:
         assert not saver.close_if_idle()
         saver.session.turn.owner = None
         assert saver.close_if_idle()
+
+
+def test_threads_that_save_first_at_once_get_one_saver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would close the other one."""
+    both, owner_of = threading.Barrier(2), saver_pool._engine_owner
+
+    def owner_at_once(*args: Any) -> Saver | None:
+        both.wait(30)
+        return owner_of(*args)
+
+    monkeypatch.setattr(saver_pool, "_engine_owner", owner_at_once)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(saver_for, [OPTIONS, OPTIONS])
+    assert first is second
 
 
 def test_savers_of_one_engine_are_all_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

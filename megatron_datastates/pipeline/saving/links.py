@@ -10,6 +10,7 @@ no failure: the save writes the file anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -118,10 +119,15 @@ class Link:
             sync_directory(directory)
 
     def remove(self) -> None:
-        """Removes the name if this save made it; in a forked child the parent's save goes on."""
+        """Removes the name if this save made it; in a forked child the parent's save goes on.
+
+        Never raises, as removing a written file does not: it may be called in a poll, on this rank alone.
+        What is left is a file that no manifest names.
+        """
         if self._made and self._pid == os.getpid():
             self._made = False
-            self.file.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.file.path.unlink()
 
 
 def _make_directories(directory: Path) -> list[Path]:
