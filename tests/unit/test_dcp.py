@@ -422,6 +422,9 @@ def test_only_directories_are_accepted(tmp_path: Path) -> None:
     for kind in (DataStatesWriter, DataStatesReader):
         with pytest.raises(DataStatesError, match="is a URL"):
             kind("s3://bucket/checkpoint")
+        for path in (Path("s3://bucket/checkpoint"), Path("msc://profile/checkpoint"), ""):
+            with pytest.raises(DataStatesError):  # and not a directory below the current one
+                kind(path)
         with pytest.raises(OptionError):
             kind(tmp_path, staging=1)
         assert kind.validate_checkpoint_id(str(tmp_path / "a")) and not kind.validate_checkpoint_id(
