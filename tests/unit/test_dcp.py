@@ -33,8 +33,10 @@ from megatron_datastates.errors import (
     NotACheckpointError,
     OptionError,
     SaveFailedError,
+    StorageError,
 )
 from megatron_datastates.format.values import is_dcp_file_name
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing import layouts
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.repair import repair
@@ -445,6 +447,25 @@ def test_an_unpublished_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
         DataStatesReader(tmp_path).read_metadata()
     with pytest.raises(CheckpointException, match="NotACheckpointError"):
         load(blank(), tmp_path)
+
+
+def test_a_rank_that_can_open_a_checkpoint_only_at_the_second_attempt_does_not_go_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP asks a second time, and then makes fewer collective calls than on the other ranks."""
+    save(state(), tmp_path)
+    opened, real = [], Checkpoint.open
+
+    def open_late(*args: Any) -> Checkpoint:
+        opened.append(args)
+        if len(opened) == 1:
+            raise StorageError("not there yet")
+        return real(*args)
+
+    monkeypatch.setattr(Checkpoint, "open", open_late)
+    with pytest.raises(CheckpointException, match=r"only at the second attempt.*StorageError: not there yet"):
+        load(blank(), tmp_path)
+    assert_equal(load(blank(), tmp_path), state())
 
 
 def test_a_tensor_with_a_hole_is_not_loaded_in_part(tmp_path: Path) -> None:
