@@ -468,6 +468,32 @@ def test_a_rank_that_can_open_a_checkpoint_only_at_the_second_attempt_does_not_g
     assert_equal(load(blank(), tmp_path), state())
 
 
+@pytest.mark.parametrize("first", [torch.Tensor.detach, torch.t])
+@pytest.mark.parametrize("last", [torch.Tensor.detach, torch.t])
+def test_the_last_of_targets_that_share_memory_counts(first: Any, last: Any, tmp_path: Path) -> None:
+    """Also where they are strided: threads that fill both at once would leave parts of each."""
+    saved = {"a": torch.ones(1024, 1024), "b": torch.full((1024, 1024), 2.0)}
+    save(saved, tmp_path)
+    for _ in range(3):
+        memory = torch.zeros(1024, 1024)
+        load({"a": first(memory), "b": last(memory)}, tmp_path)
+        assert memory.unique().tolist() == [2.0]
+
+
+def test_columns_of_one_tensor_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    halves = [whole[:, :4], whole[:, 4:]]
+    places = [(fragment("w", [8, 8], [0, 4 * n], [8, 4]), 0, 4096 + 64 * n) for n in range(2)]
+    pieces = [(4096 + 64 * n, half.contiguous().numpy().tobytes()) for n, half in enumerate(halves)]
+    write_checkpoint(tmp_path, [Part(pieces=pieces)], index_of(places))
+    reads, read = [], Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, *rest: reads.append(rest) or read(self, *rest))
+    into = {"w": torch.zeros(8, 8, dtype=torch.uint8)}
+    load(into, tmp_path)
+    assert torch.equal(into["w"], whole)
+    assert len(reads) == 1
+
+
 def test_a_tensor_with_a_hole_is_not_loaded_in_part(tmp_path: Path) -> None:
     places = [(fragment("w", [4, 4], [0, 0], [2, 4]), 0, 4096)]
     write_checkpoint(tmp_path, [Part(pieces=[(4096, bytes(8))])], index_of(places))
