@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,18 +27,22 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
+from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
+    FormatError,
     MismatchError,
     NotACheckpointError,
     OptionError,
     SaveFailedError,
     StorageError,
 )
+from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.runs.opening import read_manifest
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.repair import repair
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
@@ -510,6 +515,20 @@ def test_damaged_facts_are_an_error(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptDataError, match=path.name):
         DataStatesReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize(
+    "lie", [{"properties": [1]}, {"properties": {"model.w": 1}}, {"storage_meta": None}], ids=str
+)
+def test_facts_of_other_types_are_an_error(lie: dict[str, Any], tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    (path,) = tmp_path.glob("dcp-*.pt")
+    torch.save(vars(Facts()) | lie, path)
+    manifest = read_manifest(tmp_path)
+    manifest = msgspec.structs.replace(manifest, others=[OtherFile.of(path.name, path.read_bytes())])
+    (tmp_path / "datastates.manifest").write_bytes(manifest.encode())
+    with pytest.raises(FormatError, match=f"{path.name} does not hold what DCP knows"):
+        DataStatesReader(tmp_path).read_metadata().state_dict_metadata["model.w"]
 
 
 # -- the tools --------------------------------------------------------------------------------------------
