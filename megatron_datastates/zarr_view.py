@@ -34,6 +34,7 @@ import torch
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.source import Source, SourceTensor
 from megatron_datastates.errors import optional_package
+from megatron_datastates.files import path_of
 from megatron_datastates.format.values import element_bytes
 
 with optional_package("a zarr view needs the package zarr", "zarr"):
@@ -62,7 +63,9 @@ def open(path: str | os.PathLike[str], *, as_float32: bool = False) -> zarr.Grou
     Raises:
         NotACheckpointError: `path` holds no checkpoint of a known format.
     """
-    entries = _Entries(open_source(path), as_float32)
+    entries = _Entries(
+        open_source(path_of(path).absolute()), as_float32
+    )  # for a program that changes its own
     return zarr.open_group(_Store(entries), mode="r", zarr_format=3)
 
 

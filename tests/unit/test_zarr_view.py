@@ -176,3 +176,13 @@ def test_nothing_can_be_written(viewed, tmp_path):
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(NotACheckpointError):
         zarr_view.open(tmp_path)
+
+
+def test_an_open_checkpoint_stays_readable_when_the_program_changes_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ds.save({"t": torch.ones(2), "n": 5}, "ck")
+    checkpoint, group = ds.open("ck"), zarr_view.open("ck")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert checkpoint.read_tensor("t").tolist() == numbers(group, "t").tolist() == [1, 1]
+    assert checkpoint.read_object("n") == 5
