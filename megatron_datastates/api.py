@@ -271,7 +271,8 @@ def open(directory: StrPath, **options: Any) -> Checkpoint:
         FormatError, UnsupportedFormatError, StorageError: its manifest or index cannot be used.
     """
     _check_path(directory)
-    return Checkpoint.open(directory, Options.from_environment(options))
+    # The program may change its own directory before it reads.
+    return Checkpoint.open(path_of(directory).absolute(), Options.from_environment(options))
 
 
 def _fence_optimizers() -> None:

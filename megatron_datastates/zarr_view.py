@@ -25,7 +25,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -34,6 +34,7 @@ import torch
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.source import Source, SourceTensor
 from megatron_datastates.errors import optional_package
+from megatron_datastates.files import path_of
 from megatron_datastates.format.values import element_bytes
 
 with optional_package("a zarr view needs the package zarr", "zarr"):
@@ -62,7 +63,9 @@ def open(path: str | os.PathLike[str], *, as_float32: bool = False) -> zarr.Grou
     Raises:
         NotACheckpointError: `path` holds no checkpoint of a known format.
     """
-    entries = _Entries(open_source(path), as_float32)
+    entries = _Entries(
+        open_source(path_of(path).absolute()), as_float32
+    )  # for a program that changes its own
     return zarr.open_group(_Store(entries), mode="r", zarr_format=3)
 
 
@@ -89,12 +92,23 @@ def chunk_shape(tensor: SourceTensor) -> tuple[int, ...]:
     return tuple(chunk)
 
 
+def _grid(tensor: SourceTensor) -> tuple[int, ...]:
+    """Returns how many chunks a tensor has along each axis."""
+    sizes = zip(tensor.global_shape, chunk_shape(tensor), strict=True)
+    return tuple(-(-size // chunk) for size, chunk in sizes)
+
+
 class _Entries(MutableMapping[str, Buffer]):
     """A mapping of every path in the store to its bytes, which are made on request."""
 
     def __init__(self, source: Source, as_float32: bool) -> None:
         self._source, self._as_float32 = source, as_float32
         self._keys = {array_name(key): key for key in source.tensors}
+
+    @property
+    def names(self) -> list[str]:
+        """The names right below the root."""
+        return [_DOCUMENT, *self._keys]
 
     def __getitem__(self, path: str) -> Buffer:
         if path == _DOCUMENT:
@@ -103,17 +117,18 @@ class _Entries(MutableMapping[str, Buffer]):
         key = self._keys[name]
         if rest == _DOCUMENT:
             return self._array_document(key)
-        if re.fullmatch(r"c(/\d+)*", rest, re.ASCII) is None:
+        if re.fullmatch(r"c(/(0|[1-9]\d{0,18}))*", rest, re.ASCII) is None:
             raise KeyError(path)
-        return self._chunk(key, tuple(map(int, rest.split("/")[1:])))
+        index, grid = tuple(map(int, rest.split("/")[1:])), _grid(self._source.tensors[key])
+        if len(index) != len(grid) or any(n >= count for n, count in zip(index, grid, strict=True)):
+            raise KeyError(path)
+        return self._chunk(key, index)
 
     def __iter__(self) -> Iterator[str]:
         yield _DOCUMENT
         for name, key in self._keys.items():
             yield f"{name}/{_DOCUMENT}"
-            tensor = self._source.tensors[key]
-            grid = zip(tensor.global_shape, chunk_shape(tensor), strict=True)
-            for index in itertools.product(*(range(-(-size // chunk)) for size, chunk in grid)):
+            for index in itertools.product(*map(range, _grid(self._source.tensors[key]))):
                 yield "/".join([name, "c", *map(str, index)])
 
     def __len__(self) -> int:
@@ -165,6 +180,17 @@ class _Entries(MutableMapping[str, Buffer]):
 
 class _Store(MemoryStore):
     """A store that equals only itself: comparing its contents would read the whole checkpoint."""
+
+    _store_dict: _Entries
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """Lists the root without the names of all chunks, of which an array may have any number."""
+        if prefix.rstrip("/"):
+            async for name in super().list_dir(prefix):
+                yield name
+        else:
+            for name in self._store_dict.names:
+                yield name
 
     def __eq__(self, other: object) -> bool:
         return self is other

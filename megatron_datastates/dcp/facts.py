@@ -98,5 +98,13 @@ def read_facts(checkpoint: Checkpoint) -> Facts:
         return Facts()
     stored = checkpoint.read_other_object(names[0])
     if not isinstance(stored, dict) or stored.keys() != {field.name for field in dataclasses.fields(Facts)}:
-        raise FormatError(f"{checkpoint.directory / names[0]} does not hold what DCP knows of a checkpoint")
-    return Facts(**stored)
+        raise _unknown(checkpoint, names[0])
+    facts = Facts(**stored)
+    properties = facts.properties.values() if isinstance(facts.properties, dict) else [None]
+    if not all(isinstance(one, dict) for one in [facts.storage_meta, *properties]):
+        raise _unknown(checkpoint, names[0])
+    return facts
+
+
+def _unknown(checkpoint: Checkpoint, name: str) -> FormatError:
+    return FormatError(f"{checkpoint.directory / name} does not hold what DCP knows of a checkpoint")

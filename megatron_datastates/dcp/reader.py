@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -16,8 +17,18 @@ from megatron_datastates.config import Options
 from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
+from megatron_datastates.errors import StorageError
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.load import Checkpoint
+
+
+class _Opened(NamedTuple):
+    """What a rank has opened, as it says with its plan."""
+
+    path: str  # ranks may load from a directory each
+    save_id: SaveId
+    index_sha256: str  # a removal of keys replaces the index alone
 
 
 class DataStatesReader(CheckpointReader):
@@ -40,6 +51,7 @@ class DataStatesReader(CheckpointReader):
         """
         FileSystemReader.__init__(self, directory_of(path))  # a checkpoint is opened by each load
         self._boxes, self._states = {}, None
+        self._failure = ""  # of this load's first attempt to open the checkpoint
         self._options = Options.from_environment(options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -53,13 +65,47 @@ class DataStatesReader(CheckpointReader):
             FormatError, UnsupportedFormatError, CorruptDataError, StorageError: it cannot be used.
         """
         if "rank" not in kwargs:
-            return self._open()
+            self._failure = ""
+            try:
+                return self._open()
+            except Exception as error:
+                self._failure = (
+                    f"{type(error).__name__}: {error}"  # the error itself would keep tensors alive
+                )
+                raise
         # DCP asks for metadata of one rank after it has caught an error, which it does not show. It catches
-        # any Exception here, too.
+        # any Exception here, too. With an answer, this rank would go on without the others, who wait for it.
         try:
-            return self._open()
+            found = self._open()
+            if self._failure:
+                raise StorageError(
+                    f"{self.path} could be opened only at the second attempt: load again. At the first one: "
+                    f"{self._failure}"
+                )
+            return found
         except Exception as error:
             raise CheckpointException("read metadata", {kwargs["rank"]: _wrap_exception(error)}) from error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        manifest = self.checkpoint.manifest
+        opened = _Opened(str(self.path), manifest.save_id, manifest.index.sha256)
+        return dataclasses.replace(plan, storage_data=opened)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Compares what ranks have opened, on the coordinator; DCP raises its error on all ranks.
+
+        Raises:
+            StorageError: ranks have opened different saves in one directory.
+        """
+        first: dict[str, _Opened] = {}
+        for plan in plans:
+            opened = plan.storage_data
+            if isinstance(opened, _Opened) and first.setdefault(opened.path, opened) != opened:
+                raise StorageError(
+                    f"loading {opened.path}: ranks have opened different checkpoints there: a job saved to "
+                    "it meanwhile, or the ranks see different storage. Load it again while no job saves there"
+                )
+        return plans
 
     def _open(self) -> Metadata:
         path = Path(self.path)

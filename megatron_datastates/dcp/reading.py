@@ -28,14 +28,14 @@ from megatron_datastates.engine.memory import local_ranks
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
-from megatron_datastates.format.strides import overlaps_itself
+from megatron_datastates.format.strides import footprint_elements, overlaps_itself
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.loading.filling import (
     Temporaries,
     copy_converted,
     note_change,
+    overlapping,
     require_memory,
-    sharing,
 )
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
@@ -103,8 +103,7 @@ class CheckpointReader(FileSystemReader):
         self.checkpoint.require({file for box in boxes for file in box.files})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
         found, others = _resolve_in_place(boxes, planner, self.checkpoint)
-        contiguous = [transfer for transfer in found if transfer.target.is_contiguous()]
-        shared = [contiguous[number] for number in sharing([one.target for one in contiguous])]
+        shared = _sharing(found)
         later = set(map(id, shared))
         in_place = [transfer for transfer in found if id(transfer) not in later]
         tensors = [read for transfer in in_place for read in transfer.scheduled()]
@@ -290,6 +289,12 @@ class _Transfer:
     def bytes(self) -> int:
         return self.target.numel() * self.box.torch_dtype.itemsize
 
+    @property
+    def memory_range(self) -> tuple[int, int]:
+        """Where the target begins and ends, as addresses."""
+        begin, elements = self.target.data_ptr(), footprint_elements(self.target.shape, self.target.stride())
+        return begin, begin + elements * self.target.itemsize
+
     def prepare(self, temporaries: Temporaries) -> None:
         if self.memory is None:
             self.memory = temporaries.take(self.target.shape, self.box.torch_dtype)
@@ -323,6 +328,27 @@ def _resolve_in_place(
         else:
             others.append(box)
     return in_place, others
+
+
+def _sharing(transfers: Sequence[_Transfer]) -> list[_Transfer]:
+    """Returns, in order, transfers to memory that those to other shards fill, too, as far as ranges show.
+
+    Threads would fill that with parts of each. Parts of one shard are apart, but their ranges are not where
+    they are strided: then they count together.
+    """
+    filled = [transfer for transfer in transfers if transfer.target.numel()]
+    strided = {one.box.item.dest_index for one in filled if not one.target.is_contiguous()}
+    together: dict[MetadataIndex | int, list[_Transfer]] = {}
+    for number, transfer in enumerate(filled):
+        shard = transfer.box.item.dest_index
+        together.setdefault(shard if shard in strided else number, []).append(transfer)
+    groups = list(together.values())
+    ranges = [[one.memory_range for one in group] for group in groups]
+    shared = overlapping(
+        [(min(begins), max(ends)) for begins, ends in (zip(*r, strict=True) for r in ranges)]
+    )
+    found = {id(transfer) for number in shared for transfer in groups[number]}
+    return [transfer for transfer in filled if id(transfer) in found]
 
 
 def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:

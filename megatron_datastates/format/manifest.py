@@ -20,6 +20,7 @@ from megatron_datastates.format.values import FORMAT_VERSION, MOST_GROUPS, SaveI
 
 REPAIRED = "repaired"  # `writer["manifest"]` of a manifest that was not made by a save
 DROPPED = "dropped"  # `writer["optimizer"]` of one whose optimizer state was removed
+_MOST_BYTES = 1 << 62  # of a data file, as in index.py
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
 
@@ -220,7 +221,7 @@ def _check(manifest: Manifest, name: str) -> None:
     if len(set(order)) != len(order):
         refuse("a rank has two data files of one group")
     for file in manifest.files:
-        if not 0 <= file.footer_offset < file.bytes or not 0 <= file.rank < manifest.world_size:
+        if not 0 <= file.footer_offset < file.bytes < _MOST_BYTES or not 0 <= file.rank < manifest.world_size:
             refuse(
                 f"the entry of {file.name} has rank {file.rank} of {manifest.world_size}, and a footer at "
                 f"byte {file.footer_offset} of {file.bytes}"

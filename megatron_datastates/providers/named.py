@@ -42,7 +42,16 @@ class Shard(NamedTuple):
     offset: tuple[int, ...]
 
     def place_of(self, key: str) -> Place:
-        """Returns where the part lies in the global tensor of this name. Raises MismatchError: outside it."""
+        """Returns where the part lies in the global tensor of this name.
+
+        Raises:
+            MismatchError: outside it, or the part is no tensor.
+        """
+        if not isinstance(self.tensor, torch.Tensor):
+            raise MismatchError(
+                f"tensor {key!r}: its shard has a {type(self.tensor).__qualname__}: expected a torch.Tensor, "
+                "such as torch.from_numpy makes of an array"
+            )
         whole = integers(key, "global shape", self.global_shape)
         offset, shape = checked_slice(key, whole, self.offset, self.tensor.shape)
         return Place(whole, offset, shape)

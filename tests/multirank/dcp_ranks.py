@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
+from megatron_datastates.pipeline.loading.load import Checkpoint
 
 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 BATCH = 5
@@ -241,6 +242,23 @@ def fail_to_load(directory: str, folder: str) -> None:
         Path(directory, "datastates.manifest").unlink()
     dist.barrier()
     report(folder, nothing=nothing, damaged=damaged, unpublished=failure_of(lambda: _loaded(directory)))
+
+
+def load_different_saves(directory: str, folder: str) -> None:
+    """Loads where each rank sees another save under the same name, as in directories of nodes."""
+    rank, _ = join()
+    opening = Checkpoint.open
+    for seen in range(2):
+        dcp.save({"w": _sharded(seen)}, storage_writer=DataStatesWriter(f"{directory}-{seen}"))
+    Checkpoint.open = lambda path, *rest: opening(f"{path}-{rank}", *rest)  # type: ignore[method-assign]
+    texts = failure_of(lambda: _loaded(directory))
+    Checkpoint.open = lambda path, *rest: opening(f"{path}-1", *rest)  # type: ignore[method-assign]
+    assert torch.equal(_loaded(directory), _sharded(1).full_tensor())
+    Checkpoint.open = opening  # type: ignore[method-assign]
+    assert torch.equal(
+        _loaded(f"{directory}-{rank}"), torch.cat([torch.full((4, 1000), float(n)) for n in (0, 1)])
+    )
+    report(folder, texts=texts)
 
 
 def async_saves(directory: str, how: str, folder: str) -> None:

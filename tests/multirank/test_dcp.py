@@ -67,6 +67,15 @@ def test_a_load_says_why_on_all_ranks(world: World, tmp_path: Path) -> None:
     assert "datastates.manifest" in reports[0]["unpublished"][0]
 
 
+def test_ranks_do_not_load_different_saves_from_one_directory(world: World, tmp_path: Path) -> None:
+    reports = world.run("dcp_ranks:load_different_saves", tmp_path / "c")
+    assert reports[0] == reports[1]
+    (text,) = reports[0]["texts"]
+    assert text.startswith(
+        f"0: StorageError: loading {tmp_path / 'c'}: ranks have opened different checkpoints"
+    )
+
+
 def test_the_state_may_change_while_it_is_saved(world: World, tmp_path: Path) -> None:
     world.run("dcp_ranks:async_saves", tmp_path / "c", "thread")
 

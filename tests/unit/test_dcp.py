@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,16 +27,22 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
+from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
+    FormatError,
     MismatchError,
     NotACheckpointError,
     OptionError,
     SaveFailedError,
+    StorageError,
 )
+from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import is_dcp_file_name
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.runs.opening import read_manifest
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.repair import repair
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
@@ -422,6 +429,9 @@ def test_only_directories_are_accepted(tmp_path: Path) -> None:
     for kind in (DataStatesWriter, DataStatesReader):
         with pytest.raises(DataStatesError, match="is a URL"):
             kind("s3://bucket/checkpoint")
+        for path in (Path("s3://bucket/checkpoint"), Path("msc://profile/checkpoint"), ""):
+            with pytest.raises(DataStatesError):  # and not a directory below the current one
+                kind(path)
         with pytest.raises(OptionError):
             kind(tmp_path, staging=1)
         assert kind.validate_checkpoint_id(str(tmp_path / "a")) and not kind.validate_checkpoint_id(
@@ -444,6 +454,51 @@ def test_an_unpublished_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
         load(blank(), tmp_path)
 
 
+def test_a_rank_that_can_open_a_checkpoint_only_at_the_second_attempt_does_not_go_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP asks a second time, and then makes fewer collective calls than on the other ranks."""
+    save(state(), tmp_path)
+    opened, real = [], Checkpoint.open
+
+    def open_late(*args: Any) -> Checkpoint:
+        opened.append(args)
+        if len(opened) == 1:
+            raise StorageError("not there yet")
+        return real(*args)
+
+    monkeypatch.setattr(Checkpoint, "open", open_late)
+    with pytest.raises(CheckpointException, match=r"only at the second attempt.*StorageError: not there yet"):
+        load(blank(), tmp_path)
+    assert_equal(load(blank(), tmp_path), state())
+
+
+@pytest.mark.parametrize("first", [torch.Tensor.detach, torch.t])
+@pytest.mark.parametrize("last", [torch.Tensor.detach, torch.t])
+def test_the_last_of_targets_that_share_memory_counts(first: Any, last: Any, tmp_path: Path) -> None:
+    """Also where they are strided: threads that fill both at once would leave parts of each."""
+    saved = {"a": torch.ones(1024, 1024), "b": torch.full((1024, 1024), 2.0)}
+    save(saved, tmp_path)
+    for _ in range(3):
+        memory = torch.zeros(1024, 1024)
+        load({"a": first(memory), "b": last(memory)}, tmp_path)
+        assert memory.unique().tolist() == [2.0]
+
+
+def test_columns_of_one_tensor_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    halves = [whole[:, :4], whole[:, 4:]]
+    places = [(fragment("w", [8, 8], [0, 4 * n], [8, 4]), 0, 4096 + 64 * n) for n in range(2)]
+    pieces = [(4096 + 64 * n, half.contiguous().numpy().tobytes()) for n, half in enumerate(halves)]
+    write_checkpoint(tmp_path, [Part(pieces=pieces)], index_of(places))
+    reads, read = [], Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, *rest: reads.append(rest) or read(self, *rest))
+    into = {"w": torch.zeros(8, 8, dtype=torch.uint8)}
+    load(into, tmp_path)
+    assert torch.equal(into["w"], whole)
+    assert len(reads) == 1
+
+
 def test_a_tensor_with_a_hole_is_not_loaded_in_part(tmp_path: Path) -> None:
     places = [(fragment("w", [4, 4], [0, 0], [2, 4]), 0, 4096)]
     write_checkpoint(tmp_path, [Part(pieces=[(4096, bytes(8))])], index_of(places))
@@ -460,6 +515,20 @@ def test_damaged_facts_are_an_error(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptDataError, match=path.name):
         DataStatesReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize(
+    "lie", [{"properties": [1]}, {"properties": {"model.w": 1}}, {"storage_meta": None}], ids=str
+)
+def test_facts_of_other_types_are_an_error(lie: dict[str, Any], tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    (path,) = tmp_path.glob("dcp-*.pt")
+    torch.save(vars(Facts()) | lie, path)
+    manifest = read_manifest(tmp_path)
+    manifest = msgspec.structs.replace(manifest, others=[OtherFile.of(path.name, path.read_bytes())])
+    (tmp_path / "datastates.manifest").write_bytes(manifest.encode())
+    with pytest.raises(FormatError, match=f"{path.name} does not hold what DCP knows"):
+        DataStatesReader(tmp_path).read_metadata().state_dict_metadata["model.w"]
 
 
 # -- the tools --------------------------------------------------------------------------------------------

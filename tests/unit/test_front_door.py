@@ -184,15 +184,31 @@ def test_looking_inside_reads_only_what_is_asked_for(tmp_path: Path) -> None:
         ({"u": torch.zeros(2, 3)}, MissingKeyError, "'u'"),
         ({"t": None}, MissingKeyError, "'t'"),
         ({"t": ds.Shard(torch.zeros(1, 3), (2, 3), (2, 0))}, MismatchError, "no slice"),
+        ({"t": ds.Shard(np.zeros((2, 3)), (2, 3), (0, 0))}, MismatchError, "'t': its shard has a ndarray"),
         ({("t",): torch.zeros(1)}, MismatchError, "expected str or int"),
         ({"a": {"b": 1}, "a.b": 2}, MismatchError, "both called 'a.b'"),
     ],
-    ids=["shape", "dtype", "missing tensor", "tensor wanted as object", "outside", "key", "same name"],
+    ids=[
+        "shape",
+        "dtype",
+        "missing tensor",
+        "tensor wanted as object",
+        "outside",
+        "array",
+        "key",
+        "same name",
+    ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, into: Any, error: type[Exception], said: str) -> None:
     ds.save({"t": torch.ones(2, 3)}, tmp_path / "ck")
     with pytest.raises(error, match=said):
         ds.load(tmp_path / "ck", into=into)
+
+
+def test_a_shard_of_no_tensor_is_not_saved(tmp_path: Path) -> None:
+    for part in (np.zeros(3), [1, 2]):
+        with pytest.raises(SaveFailedError, match=r"'m\.t': its shard has a"):
+            ds.save({"m": {"t": ds.Shard(part, (3,), (0,))}}, tmp_path)  # type: ignore[arg-type]
 
 
 def test_an_empty_mapping_stands_for_all_that_is_stored_below_its_name(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_another_file_outside_the_directory_is_refused(name):
     "changes",
     [
         {"bytes": 0}, {"bytes": -1}, {"footer_offset": -4096}, {"footer_offset": 8192},
-        {"footer_offset": 2**70}, {"rank": -1}, {"rank": 2},
+        {"footer_offset": 2**70}, {"footer_offset": 2**70, "bytes": 2**71}, {"rank": -1}, {"rank": 2},
     ],
     ids=str,
 )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import zarr
+from zarr.core.buffer import default_buffer_prototype
 
 import megatron_datastates as ds
 from megatron_datastates import zarr_view
@@ -151,6 +153,35 @@ def test_irregular_fragments_are_shown_in_chunks_of_bounded_size(
     np.testing.assert_array_equal(array[...], whole)
 
 
+def test_only_chunks_of_the_grid_are_there(viewed):
+    group = viewed({"w": torch.ones(3, 4), "scalar": torch.tensor(5)})
+
+    def found(path: str) -> bool:
+        prototype = default_buffer_prototype()
+        return asyncio.run(group.store.get(path, prototype)) is not None
+
+    assert found("w/c/0/0") and found("scalar/c")
+    others = [
+        "w/c",
+        "w/c/0",
+        "w/c/0/0/0",
+        "w/c/0/1",
+        "w/c/00/0",
+        f"w/c/0/{'9' * 5000}",
+        "scalar/c/0",
+        "x/c/0",
+    ]
+    assert not any(map(found, others))
+
+
+def test_a_group_is_listed_however_many_chunks_an_array_claims(tmp_path):
+    places = [(fragment("w", [1 << 50], [0], [1]), 0, 4096), (fragment("x", [8], [0], [8]), 0, 4096)]
+    write_checkpoint(tmp_path, [Part(pieces=[(4096, bytes(8))])], index_of(places))
+    group = zarr_view.open(tmp_path)
+    assert sorted(group) == ["w", "x"]
+    assert numbers(group, "x").tolist() == [0] * 8
+
+
 def test_corrupt_data_is_an_error_and_never_zeros(tmp_path):
     ds.save({"w": torch.ones(8)}, tmp_path, **SMALL)
     (path,) = data_files(tmp_path)
@@ -176,3 +207,13 @@ def test_nothing_can_be_written(viewed, tmp_path):
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(NotACheckpointError):
         zarr_view.open(tmp_path)
+
+
+def test_an_open_checkpoint_stays_readable_when_the_program_changes_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ds.save({"t": torch.ones(2), "n": 5}, "ck")
+    checkpoint, group = ds.open("ck"), zarr_view.open("ck")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert checkpoint.read_tensor("t").tolist() == numbers(group, "t").tolist() == [1, 1]
+    assert checkpoint.read_object("n") == 5

@@ -129,8 +129,12 @@ def sharing(targets: Sequence[torch.Tensor]) -> list[int]:
 
     Threads would fill that with parts of each, if they read all at once.
     """
-    begins = np.array([target.data_ptr() for target in targets], np.uint64)
-    ends = begins + np.array([target.nbytes for target in targets], np.uint64)
+    return overlapping([(target.data_ptr(), target.data_ptr() + target.nbytes) for target in targets])
+
+
+def overlapping(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns, in order, the numbers of ranges of addresses (begin, end) that others of them overlap."""
+    begins, ends = np.array(ranges, np.uint64).reshape(-1, 2).T
     order = np.argsort(begins, kind="stable")
     joins = begins[order][1:] < np.maximum.accumulate(ends[order])[:-1]  # one that begins before it
     has_common = np.append(joins, False) | np.insert(joins, 0, False)
