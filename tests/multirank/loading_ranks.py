@@ -26,6 +26,7 @@ from saving_rank import failure_of, join, make_directory, report, set_faults, st
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable
 from megatron_datastates.mcore.load.state import opened
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.providers import ObjectSource
 from megatron_datastates.providers.base import StateReader
 
@@ -168,6 +169,40 @@ def load_in_parallel(root: str, folder: str) -> None:
     chosen = FullyParallelLoadStrategyWrapper(base)
     dist_checkpointing.load(state(-1), str(directory), chosen)
     report(folder, restored=count.restored, kept=[base.cached_global_metadata, chosen.cached_global_metadata])
+
+
+def load_copies(root: str, folder: str) -> None:
+    """Loads what both ranks request and what one does, alone and fully parallel; reports how much how."""
+    join()
+    directory = Path(root)
+    make_directory(directory)
+    dist.barrier()
+    own = whole(torch.float64)
+
+    def request() -> dict[str, Any]:
+        copy = ShardedTensor.from_rank_offsets("copy", own.clone(), replica_id=dist.get_rank())
+        return {"copy": copy, "own": shard("own", own, 0)}
+
+    dist_checkpointing.save(request(), str(directory), DataStatesSaveStrategy())
+    read, found = Checkpoint.read, list[int]()
+
+    def noting(self: Checkpoint, scheduled: Any, *others: Any) -> None:
+        items = list(scheduled)
+        found.extend(item.bytes for item in items if item.through_cache)
+        read(self, items, *others)
+
+    Checkpoint.read = noting  # type: ignore[method-assign]
+    cached = []
+    for chosen in (None, FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())):
+        blank_request = request()
+        for name in ("copy", "own"):
+            blank_request[name].data.zero_()
+        loaded = dist_checkpointing.load(blank_request, str(directory), chosen)
+        assert torch.equal(loaded["copy"], own)
+        assert torch.equal(loaded["own"], own.chunk(dist.get_world_size())[dist.get_rank()])
+        cached.append(list(found))
+        found.clear()
+    report(folder, cached=cached, copy=own.nbytes)
 
 
 def load_other_shapes(root: str, folder: str) -> None:

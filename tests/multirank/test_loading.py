@@ -39,6 +39,13 @@ def test_a_fully_parallel_load_restores_a_state_provider_once_and_keeps_no_metad
         assert (rank["restored"], rank["kept"]) == (1, [None, None])
 
 
+def test_what_both_ranks_of_a_node_request_is_read_through_the_page_cache(
+    world: World, tmp_path: Path
+) -> None:
+    for rank in world.run("loading_ranks:load_copies", tmp_path / "ck"):
+        assert rank["cached"] == [[rank["copy"]], []], "and not where ranks share the reads among themselves"
+
+
 def test_larger_and_smaller_shapes_are_loaded_if_allowed(world: World, saved: Path) -> None:
     world.run("loading_ranks:load_other_shapes", saved)
 

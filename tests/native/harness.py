@@ -213,6 +213,13 @@ def eventually(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.002)
 
 
+def open_flags(path: Path) -> list[int]:
+    """Returns the flags of each descriptor that this process has of the file."""
+    texts = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in descriptors_of(path)]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("flags")]
+    return [int(line.split()[1], 8) for line in lines]
+
+
 def see_in_time(attempt: Callable[[int], object]) -> None:
     """Requires that a test sees something before a stall ends, however late its own thread is.
 

@@ -19,7 +19,9 @@ from tests.native.harness import (
     eventually,
     finish_read,
     make_reader,
+    open_flags,
     random_bytes,
+    see_in_time,
     start_read,
 )
 
@@ -217,6 +219,30 @@ def test_a_read_that_was_interrupted_or_refused_direct_io_is_repeated(stored: Pa
         pytest.skip(f"this file system has no direct I/O: {error}")
     faults = f"read:1:stall=100,read:1:{effect},read:2:{effect}"
     Read(stored, [(0, len(DATA))], direct=True, threads=2, faults=faults).assert_delivered()
+
+
+@pytest.mark.parametrize("through_cache", [False, True])
+def test_what_others_read_too_is_read_through_the_page_cache(stored: Path, through_cache: bool) -> None:
+    try:
+        os.close(os.open(stored, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"this file system has no direct I/O: {error}")
+
+    def sees_flags(milliseconds: int) -> bool:
+        memory = np.full(len(DATA), UNTOUCHED, np.uint8)
+        request = Request(0, len(DATA), memory.ctypes.data)
+        reader = make_reader(direct=True, faults=f"read:1:stall={milliseconds}")
+        job = start_read(
+            reader, [(str(stored), len(DATA), CHECKSUMS)], [request], through_cache=through_cache
+        )
+        eventually(lambda: descriptors_of(stored) or job.wait(0), "the file is open")
+        flags = open_flags(stored)
+        assert finish_read(job) == (len(DATA), [], "")
+        assert np.array_equal(memory, DATA)
+        assert all(bool(one & os.O_DIRECT) is not through_cache for one in flags)
+        return bool(flags)
+
+    see_in_time(sees_flags)
 
 
 def test_an_open_that_a_signal_interrupts_is_made_again(stored: Path) -> None:

@@ -19,20 +19,13 @@ from tests.native.harness import (
     Copy,
     Engines,
     Save,
-    descriptors_of,
+    open_flags,
     random_bytes,
     save_whole,
     see_in_time,
 )
 
 COPIES = [Copy(random_bytes(300 * KIB), 0)]
-
-
-def open_flags(path: Path) -> list[int]:
-    """Returns the flags of each descriptor that this process has of the file."""
-    texts = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in descriptors_of(path)]
-    lines = [line for text in texts for line in text.splitlines() if line.startswith("flags")]
-    return [int(line.split()[1], 8) for line in lines]
 
 
 @pytest.fixture

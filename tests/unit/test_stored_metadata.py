@@ -26,7 +26,7 @@ from megatron_datastates.dcp import DataStatesReader as DCPReader
 from megatron_datastates.dcp.metadata import StoredMetadata
 from megatron_datastates.dcp.reading import find_fragment
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.mcore.load.metadata import requested_boxes
+from megatron_datastates.mcore.load.metadata import keys_read_beside, requested_boxes
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
@@ -159,6 +159,27 @@ def test_boxes_have_the_axes_that_were_prepended():
         "w": [[[2, 2, 0], [5, 2, 0]], [[1, 2, 3], [1, 2, 3]]],
         "v": [[[4]], [[4]]],
     }
+
+
+def test_keys_that_other_ranks_of_the_node_request_too():
+    def request(replica: int = 0, **offsets: int) -> list[ShardedTensor | ShardedObject]:
+        tensors = [
+            ShardedTensor.from_rank_offsets(key, torch.zeros(4), (0, at, 4), replica_id=replica)
+            for key, at in offsets.items()
+        ]
+        return [*tensors, ShardedObject("extra", None, (1,), (0,), replica)]
+
+    everyone = [
+        request(same=0, own=0, partly=0),  # node 0
+        [*request(1, same=0, own=1, partly=0), *request(partly=1)],
+        request(2, same=0, own=2),  # node 1
+        request(own=3, elsewhere=0),
+    ]
+    ranks = [4, 5, 6, 7]  # a process group that begins at a later node
+    found = [keys_read_beside(everyone, ranks, rank, 2) for rank in ranks]
+    assert found == [{"same", "partly"}, {"same"}, set(), set()]
+    assert keys_read_beside(everyone, ranks, 6, 1) == set()
+    assert keys_read_beside(everyone, ranks, 6, 8) == {"same"}
 
 
 def test_a_planner_that_resolves_to_a_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
