@@ -369,5 +369,9 @@ def test_elements_without_numbers_are_compared_by_their_bytes(command: str, pair
         return
     for number, path in enumerate((one, other), 1):
         path.rename(one.parent / f"iter_{number:07d}")
-    code, printed, said = run("trend", one.parent)
-    assert code == 0 and "nan" in printed, said
+    code, printed, said = run("trend", one.parent, "--json")
+    assert code == 0, said
+    (points,) = json.loads(printed)["groups"].values()
+    assert [point["norm"] for point in points["places"]["w"]] == [None, None]
+    assert points["all"][0] == dict.fromkeys(("norm", "update", "relative", "largest_change", "not_finite"))
+    assert [point["norm"] for point in points["places"]["x"]] == [1, 0]
