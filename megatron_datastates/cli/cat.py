@@ -153,7 +153,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
             print_json({"key": key, "value": _jsonable(value)})
         else:
             say_as_is(value if isinstance(value, str) else pprint.pformat(value, width=80))
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number too long for a text
         raise OptionError(f"object {key!r} cannot be shown: {error}") from error
 
 
@@ -236,7 +236,8 @@ def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | N
         written = write_npy(target, content, wanted, dtype, progress)
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
-    note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}")
+    format = "" if target.suffix == ".npy" else ", in the format of .npy files"
+    note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}{format}")
 
 
 def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:
@@ -275,11 +276,17 @@ def _readable(values: torch.Tensor) -> torch.Tensor:
 
 
 def _jsonable(value: Any) -> Any:
-    """Replaces what JSON cannot express (NaN, infinity, complex numbers, classes) by text."""
+    """Replaces what JSON cannot express (NaN, infinity, complex numbers, classes) by text.
+
+    A dictionary becomes a list of pairs if two of its keys are the same as text, such as 1 and "1".
+    """
     if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # stand-ins are SimpleNamespaces
         return _jsonable(vars(value))
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}
+        names, values = [str(key) for key in value], [_jsonable(one) for one in value.values()]
+        if len(set(names)) == len(names):
+            return dict(zip(names, values, strict=True))
+        return [[_jsonable(key), one] for key, one in zip(value, values, strict=True)]
     if isinstance(value, list | tuple):
         return [_jsonable(one) for one in value]
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
