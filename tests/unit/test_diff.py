@@ -337,6 +337,18 @@ def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("command", ["diff", "trend"])
+def test_names_with_dollar_signs_are_no_formulas(command: str, pair, tmp_path):
+    name = "$\\frac{$"
+    one, other = pair(*({f"{name}.w": torch.ones(1), f"{name}.layers.0.w": torch.ones(1)},) * 2)
+    (tmp_path / name).mkdir()
+    for number, path in enumerate((one, other)):
+        path.rename(tmp_path / name / f"iter_{number:07d}")
+    places = sorted((tmp_path / name).iterdir()) if command == "diff" else [tmp_path / name]
+    code, _, reported = run(command, *places, "--plot", tmp_path / "plot.png")
+    assert (code, reported) == (0, "") and (tmp_path / "plot.png").stat().st_size > 10_000
+
+
 def test_a_plot_without_matplotlib_says_at_once_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, reported = run("diff", tmp_path / "not read", tmp_path, "--plot", tmp_path / "drift.png")
