@@ -96,6 +96,7 @@ def cat(
 
     with reported_errors():
         source, wanted_dtype = open_source(checkpoint_of(directory, iteration)), _dtype(dtype)
+        source.note_files()
         if key in source.streams and key not in source.tensors and key not in source.objects:
             _cat_stream(source, key, target, refused=bool(part or dtype), as_json=as_json)
             return
@@ -105,9 +106,9 @@ def cat(
         content = find_content(source, key)
         wanted = parse_slice(part, content.global_shape)
         if target is not None:
-            _write(target, content, wanted, wanted_dtype)
+            _write(target, source, content, wanted, wanted_dtype)
         else:
-            _print_tensor(content, wanted, wanted_dtype, as_json)
+            _print_tensor(source, content, wanted, wanted_dtype, as_json)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -144,6 +145,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
         raise OptionError(f"{key!r} is an object; a slice, --out and --as apply to tensors only")
     data = source.read_object(key)
+    source.require_unchanged()
     value = deserialize_for_display(data, key, _stand_in)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
@@ -227,20 +229,24 @@ def _stand_in(name: str) -> type:
     return type(own, (types.SimpleNamespace,), members)
 
 
-def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
+def _write(
+    target: Path, source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None
+) -> None:
     from megatron_datastates.convert.sinks.npy import write_npy
     from megatron_datastates.format.values import element_bytes
 
     size = math.prod(wanted.shape) * element_bytes(content.dtype)
     with advancing("reading", size) as progress:
-        written = write_npy(target, content, wanted, dtype, progress)
+        written = write_npy(target, content, wanted, dtype, progress, source.require_unchanged)
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
     format = "" if target.suffix == ".npy" else ", in the format of .npy files"
     note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}{format}")
 
 
-def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:
+def _print_tensor(
+    source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool
+) -> None:
     from megatron_datastates.convert.contents import convert_dtype
 
     elements = math.prod(wanted.shape)
@@ -250,6 +256,7 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
             f"tensor has {size_text(content.bytes)}): add a slice such as 0:4, or --out FILE.npy"
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
+    source.require_unchanged()
     if dtype is not None:
         values = convert_dtype(values, dtype, content.key)
     if as_json:

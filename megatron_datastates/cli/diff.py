@@ -102,10 +102,14 @@ def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) 
     from megatron_datastates.convert.views import by_parameter
 
     sources = [open_source(first), open_source(second)]
+    for source in sources:
+        source.note_files()
     one, other = by_parameter(sources)
     comparison = choose_comparison(one, other, keys)
     with advancing("comparing", comparison.bytes) as progress:
         found = compare_checkpoints(one, other, comparison, memory_bytes=memory_bytes, progress=progress)
+    for source in sources:
+        source.require_unchanged()
     if not keys:
         found.objects_not_compared = len({key for source in sources for key in source.objects})
         found.streams_not_compared = len({key for source in sources for key in source.streams})
