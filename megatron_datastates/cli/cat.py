@@ -229,9 +229,7 @@ def _stand_in(name: str) -> type:
     return type(own, (types.SimpleNamespace,), members)
 
 
-def _write(
-    target: Path, source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None
-) -> None:
+def _write(target: Path, source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
     from megatron_datastates.convert.sinks.npy import write_npy
     from megatron_datastates.format.values import element_bytes
 
