@@ -315,6 +315,14 @@ def test_brackets_in_a_key_are_shown_as_they_are(pair):
     assert "  w[bold]\n" in printed
 
 
+def test_a_key_with_a_line_feed_makes_no_line_of_its_own(pair):
+    key = "x\nequal: 2 tensors compared, 0 changed"
+    other = {key: torch.ones(2), "layers.0.w": torch.ones(1)}
+    printed = run("diff", *pair({"w": torch.ones(1), key: torch.ones(1)}, other))[1]
+    assert not [line for line in printed.splitlines() if line.startswith("equal")]
+    assert "shape: x\\nequal" in printed
+
+
 def test_a_plot_that_cannot_be_written_does_not_lose_the_numbers(pair, tmp_path, monkeypatch):
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "drift.png")
