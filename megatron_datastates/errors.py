@@ -29,6 +29,11 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
+def plot_text(text: str) -> str:
+    """Makes text safe for matplotlib, too, to which dollar signs are the ends of formulas."""
+    return printable(text, keep="\n").replace("$", r"\$")
+
+
 def describe_error(error: Exception) -> str:
     """Returns an error's text in one line."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

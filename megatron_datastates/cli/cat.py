@@ -96,6 +96,7 @@ def cat(
 
     with reported_errors():
         source, wanted_dtype = open_source(checkpoint_of(directory, iteration)), _dtype(dtype)
+        source.note_files()
         if key in source.streams and key not in source.tensors and key not in source.objects:
             _cat_stream(source, key, target, refused=bool(part or dtype), as_json=as_json)
             return
@@ -105,9 +106,9 @@ def cat(
         content = find_content(source, key)
         wanted = parse_slice(part, content.global_shape)
         if target is not None:
-            _write(target, content, wanted, wanted_dtype)
+            _write(target, source, content, wanted, wanted_dtype)
         else:
-            _print_tensor(content, wanted, wanted_dtype, as_json)
+            _print_tensor(source, content, wanted, wanted_dtype, as_json)
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -144,6 +145,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
         raise OptionError(f"{key!r} is an object; a slice, --out and --as apply to tensors only")
     data = source.read_object(key)
+    source.require_unchanged()
     value = deserialize_for_display(data, key, _stand_in)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
@@ -153,7 +155,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
             print_json({"key": key, "value": _jsonable(value)})
         else:
             say_as_is(value if isinstance(value, str) else pprint.pformat(value, width=80))
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number too long for a text
         raise OptionError(f"object {key!r} cannot be shown: {error}") from error
 
 
@@ -227,19 +229,22 @@ def _stand_in(name: str) -> type:
     return type(own, (types.SimpleNamespace,), members)
 
 
-def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
+def _write(target: Path, source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
     from megatron_datastates.convert.sinks.npy import write_npy
     from megatron_datastates.format.values import element_bytes
 
     size = math.prod(wanted.shape) * element_bytes(content.dtype)
     with advancing("reading", size) as progress:
-        written = write_npy(target, content, wanted, dtype, progress)
+        written = write_npy(target, content, wanted, dtype, progress, source.require_unchanged)
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
-    note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}")
+    format = "" if target.suffix == ".npy" else ", in the format of .npy files"
+    note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}{format}")
 
 
-def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:
+def _print_tensor(
+    source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool
+) -> None:
     from megatron_datastates.convert.contents import convert_dtype
 
     elements = math.prod(wanted.shape)
@@ -249,6 +254,7 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
             f"tensor has {size_text(content.bytes)}): add a slice such as 0:4, or --out FILE.npy"
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
+    source.require_unchanged()
     if dtype is not None:
         values = convert_dtype(values, dtype, content.key)
     if as_json:
@@ -275,11 +281,17 @@ def _readable(values: torch.Tensor) -> torch.Tensor:
 
 
 def _jsonable(value: Any) -> Any:
-    """Replaces what JSON cannot express (NaN, infinity, complex numbers, classes) by text."""
+    """Replaces what JSON cannot express (NaN, infinity, complex numbers, classes) by text.
+
+    A dictionary becomes a list of pairs if two of its keys are the same as text, such as 1 and "1".
+    """
     if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # stand-ins are SimpleNamespaces
         return _jsonable(vars(value))
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}
+        names, values = [str(key) for key in value], [_jsonable(one) for one in value.values()]
+        if len(set(names)) == len(names):
+            return dict(zip(names, values, strict=True))
+        return [[_jsonable(key), one] for key, one in zip(value, values, strict=True)]
     if isinstance(value, list | tuple):
         return [_jsonable(one) for one in value]
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):

@@ -29,6 +29,7 @@ from megatron_datastates.cli.shared import (
     say,
 )
 from megatron_datastates.convert.parts import layer_name
+from megatron_datastates.errors import printable
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.diff import Difference
@@ -102,10 +103,14 @@ def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) 
     from megatron_datastates.convert.views import by_parameter
 
     sources = [open_source(first), open_source(second)]
+    for source in sources:
+        source.note_files()
     one, other = by_parameter(sources)
     comparison = choose_comparison(one, other, keys)
     with advancing("comparing", comparison.bytes) as progress:
         found = compare_checkpoints(one, other, comparison, memory_bytes=memory_bytes, progress=progress)
+    for source in sources:
+        source.require_unchanged()
     if not keys:
         found.objects_not_compared = len({key for source in sources for key in source.objects})
         found.streams_not_compared = len({key for source in sources for key in source.streams})
@@ -141,17 +146,17 @@ def _plain(drift: Drift) -> dict[str, float]:
 def _print(found: Difference) -> None:
     for word, keys in (("removed", found.removed), ("added", found.added)):
         for key in keys:
-            say(f"{word}: {key}")
+            say(f"{word}: {printable(key)}")
     for what, pairs in (("shape", found.reshaped), ("dtype", found.retyped)):
         for key, (one, other) in pairs.items():
-            say(f"{what}: {key}: {one} and {other}")
+            say(f"{what}: {printable(key)}: {one} and {other}")
     _print_drifts("tensor", {key: drift for key, drift in found.tensors.items() if drift.changed})
     for group, layers in found.layers.items():
         by_name = {layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
         _print_drifts(f"layer, {group}", by_name)
     _print_drifts("group", {group: drift for group, drift in found.groups.items() if drift.changed})
     if found.first_layer is not None:
-        say(f"first differing layer: {layer_name(found.first_layer)}")
+        say(f"first differing layer: {printable(layer_name(found.first_layer))}")
     changed = sum(1 for drift in found.tensors.values() if drift.changed)
     verdict = "equal" if found.equal else "different"
     others = [(found.objects_not_compared, "object"), (found.streams_not_compared, "stream")]

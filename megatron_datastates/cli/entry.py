@@ -75,6 +75,7 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
     a native module that is not built. Where nobody reads the output any more, nothing is printed, and the
     code is 141.
     """
+    _open_closed_streams()
     # Where SIGINT is ignored, as in the background of a shell's script, it stays so.
     interrupts = _Interrupts() if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
     try:
@@ -95,6 +96,13 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
     finally:
         if interrupts is not None:
             interrupts.end()
+
+
+def _open_closed_streams() -> None:
+    """Opens what a caller has closed (`>&-`): else the next file would have its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if number == 0 else "w"))
 
 
 def _end_without_output(error: OSError) -> None:

@@ -69,6 +69,7 @@ def _keep_imports_quiet() -> None:
     warnings.filterwarnings(
         "ignore", "ComplexHalf support is experimental"
     )  # torch's, at the first such tensor
+    warnings.filterwarnings("ignore", r"Glyph .* missing from font")  # matplotlib's, of a name in a plot
     # Of packages that make no difference to a command: stored objects may need an import of megatron.core.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -213,7 +213,8 @@ def _columns(stream: TextIO) -> int | None:
     if not stream.isatty():
         return None
     with contextlib.suppress(OSError, ValueError):  # a wrong COLUMNS, or a terminal without a size
-        return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(stream.fileno()).columns or 80
+        given = int(os.environ.get("COLUMNS", 0))
+        return given if given > 0 else os.get_terminal_size(stream.fileno()).columns or 80
     return 80
 
 

@@ -71,6 +71,8 @@ def show(
         from megatron_datastates.convert.open import open_source
 
         source = open_source(path)
+        if stats:
+            source.note_files()
         tensors = contents(source, pattern, optimizer=optimizer)
         objects = [] if optimizer else _objects(source, pattern)
         streams = [] if optimizer else _streams(source, pattern)
@@ -83,6 +85,7 @@ def show(
         found: list[Statistics | None] = [None] * len(tensors)
         if stats:
             found = _statistics(tensors, quiet=as_json)
+            source.require_unchanged()
         if pattern == _EVERYTHING and not as_json:
             _print_summary(path, source)
     if as_json:

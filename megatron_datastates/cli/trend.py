@@ -55,7 +55,8 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
 
     For each checkpoint, and for each layer or module over all of them: the norm of the finite elements, the
     update (the norm of the difference to the checkpoint before; "relative" is to the norm of that one), and
-    the largest change of an element. Optimizer state that is stored in buckets counts by parameter.
+    the largest change of an element. Of a dtype that torch cannot convert to float64, such as float4, all
+    are nan (null in JSON). Optimizer state that is stored in buckets counts by parameter.
 
     Every checkpoint, of any format, is read once; nothing is stored. One that is incomplete or damaged is
     skipped, with a line on standard error, and the update of the next one is not known then.

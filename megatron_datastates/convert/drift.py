@@ -30,7 +30,8 @@ KINDS = {
 class Drift:
     """How far apart elements are: the ones that are finite in both checkpoints, unless stated otherwise.
 
-    All but the counts is NaN where changed elements have a dtype that torch cannot convert to numbers.
+    Where elements have a dtype that torch cannot convert to numbers, `squares_first` is NaN, and where these
+    changed, all but the counts.
     """
 
     changed: int = 0  # elements; NaN equals NaN, and 0 equals -0
@@ -76,11 +77,12 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
     if left.dtype == right.dtype and left.dtype in KINDS:
         return Drift(*compare_numbers(KINDS[left.dtype], raw_bytes(left), raw_bytes(right)))
     one = _numbers(left)
-    if left.dtype == right.dtype and np.array_equal(raw_bytes(left), raw_bytes(right)):
-        return Drift() if one is None else Drift(squares_first=_squares(one))
+    if one is not None and left.dtype == right.dtype and np.array_equal(raw_bytes(left), raw_bytes(right)):
+        return Drift(squares_first=_squares(one))
     other = _numbers(right)
     if one is None or other is None:
-        return _compare_bytes(left, right)
+        squares_first = _squares(one) if one is not None else math.nan if left.numel() else 0.0
+        return dataclasses.replace(_compare_bytes(left, right), squares_first=squares_first)
     apart, changed = (one - other).abs(), _are_different(one, other)
     where, gaps = _rounded(left, right, one, other)
     apart[where], changed[where] = gaps, gaps != 0

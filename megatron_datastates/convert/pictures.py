@@ -18,7 +18,7 @@ from megatron_datastates.convert.drift import Drift
 from megatron_datastates.convert.parts import is_layer, layer_name, place_order
 from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.trend import Point, Trend
-from megatron_datastates.errors import optional_package
+from megatron_datastates.errors import optional_package, plot_text
 
 _WIDTH_INCHES = {2: 11, 3: 15}  # by columns
 _PANEL_INCHES = 2.1
@@ -57,7 +57,7 @@ def plot_drift(found: Difference, names: tuple[str, str], target: Path) -> None:
         drifts = _by_place(found, group)
         _draw_places(distance, places, {place: drift.distance for place, drift in drifts.items()})
         _draw_places(absolute, places, {place: drift.largest_absolute for place, drift in drifts.items()})
-        distance.set_ylabel(group, fontsize=9)
+        distance.set_ylabel(plot_text(group), fontsize=9)
     if groups:
         rows[0][0].set_title("distance: |A - B| / |A| of all elements as one vector", fontsize=9)
         rows[0][1].set_title("largest |A - B| of an element", fontsize=9)
@@ -80,7 +80,7 @@ def plot_trend(trend: Trend, name: str, target: Path) -> None:
     figure, rows = _panels(groups, len(_VALUES), f"Norms and updates of {_short(name)}: {counts}")
     iterations = [step.iteration or 0 for step in trend.steps]
     for group, panels in zip(groups, rows, strict=True):
-        panels[0].set_ylabel(group, fontsize=9)
+        panels[0].set_ylabel(plot_text(group), fontsize=9)
         lines = {place: points for (one, place), points in trend.rows.items() if one == group}
         for axes, value in zip(panels, _VALUES.values(), strict=True):
             _draw_lines(axes, iterations, lines, value)
@@ -123,7 +123,7 @@ def _draw_lines(
     for place, style in styles.items():
         found = [None if point is None else value(point) for point in lines[place]]
         finite = [math.nan if one is None or not math.isfinite(one) else one for one in found]
-        axes.plot(iterations, finite, marker=".", markersize=3, linewidth=1, label=place, **style)
+        axes.plot(iterations, finite, marker=".", markersize=3, linewidth=1, label=plot_text(place), **style)
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -149,7 +149,7 @@ def _panels(groups: Sequence[str], columns: int, title: str) -> tuple[Any, Any]:
     count = max(len(groups), 1)
     height = _HEAD_INCHES + _PANEL_INCHES * count
     figure = require_plotting().Figure(figsize=(_WIDTH_INCHES[columns], height), layout="constrained")
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.suptitle(plot_text(title), fontsize=11, x=0.01, ha="left")
     rows = figure.subplots(count, columns, sharex="all", squeeze=False)
     for axes in rows.flat:
         axes.tick_params(labelsize=8)
@@ -210,7 +210,7 @@ def _draw_places(axes: Any, places: Sequence[str], values: Mapping[str, float]) 
         else:
             axes.bar(at, value, width=width, color="#9aa5ab")
     for color, (stack, points) in zip(itertools.cycle(_COLORS), stacks.items(), strict=False):
-        axes.plot(*zip(*points, strict=True), marker=".", color=color, label=stack)
+        axes.plot(*zip(*points, strict=True), marker=".", color=color, label=plot_text(stack))
     if len(stacks) > 1:
         axes.legend(fontsize=7)
     axes.set_ylim(bottom=0)
@@ -224,7 +224,7 @@ def _label_places(axes: Any, places: Sequence[str]) -> None:
     shown = {place: place for place in places if not is_layer(place)}
     numbers = {place: place.rpartition(".")[2] for place in layers}
     shown |= {place: number for place, number in numbers.items() if int(number) % step == 0}
-    axes.set_xticks([positions[place] for place in shown], list(shown.values()))
+    axes.set_xticks([positions[place] for place in shown], list(map(plot_text, shown.values())))
     for label, place in zip(axes.get_xticklabels(), shown, strict=True):
         if not is_layer(place):
             label.set(rotation=30, ha="right", rotation_mode="anchor", fontsize=7)

@@ -26,11 +26,22 @@ from megatron_datastates.providers.members import PICKLE, find_members
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source
 
+
+class _Items:
+    """Substitute for a set, whose items were stored in any order; makes no copy of them."""
+
+    def __init__(self, items: Any = ()) -> None:
+        self.items = same_items(items)
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafeObjectError("it would change a set")
+
+
+_SETS = ("set", "frozenset")
 _PLAIN = {
     ("collections", "OrderedDict"): OrderedDictionary,
-    ("builtins", "set"): Function(same_items),
-    ("builtins", "frozenset"): Function(same_items),
-    ("builtins", "complex"): complex,
+    # Of Python 2 is the name in pickles of protocol 2, which torch.save makes.
+    **{(module, name): Function(_Items) for module in ("builtins", "__builtin__") for name in _SETS},
 }
 _MOST_DEEP = 8  # of lists in lists; Megatron's arguments are flat
 _MOST_CLASSES = 10_000
@@ -80,7 +91,9 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def training_arguments(source: Source) -> dict[str, Any]:
-    """Returns the arguments by name: numbers, texts, None, and lists of these; all else as text.
+    """Returns the arguments by name: numbers, texts, None, and lists of these (of sets, sorted ones).
+
+    All else is there as text.
 
     Raises:
         MissingKeyError: the checkpoint has no arguments.
@@ -164,10 +177,15 @@ class _Plain:
             return f"a number of {value.bit_length()} bits"
         if value is None or isinstance(value, str | int | float):
             return value
-        if isinstance(value, list | tuple | set | frozenset) and depth < _MOST_DEEP:
+        if isinstance(value, list | tuple) and depth < _MOST_DEEP:
             return [self.value(one, depth + 1) for one in value]
+        if isinstance(value, set | frozenset | _Items) and depth < _MOST_DEEP:
+            items = value.items if isinstance(value, _Items) else value
+            return sorted((self.value(one, depth + 1) for one in items), key=repr)
         if isinstance(value, dict) and depth < _MOST_DEEP:
-            return {str(self.value(key, depth + 1)): self.value(one, depth + 1) for key, one in value.items()}
+            pairs = [[self.value(key, depth + 1), self.value(one, depth + 1)] for key, one in value.items()]
+            found = {str(key): one for key, one in pairs}
+            return found if len(found) == len(pairs) else pairs  # 1 and "1" are the same as text
         return self._text(value, depth)
 
     def _text(self, value: Any, depth: int) -> str:

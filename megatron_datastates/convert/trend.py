@@ -134,6 +134,7 @@ def _open(path: Path) -> tuple[Step, Source | None]:
         return step, None
     try:
         source = open_source(path)
+        source.note_files()
         step.tensors = view(source)
         return step, source
     except (DataStatesError, OSError) as error:
@@ -205,6 +206,7 @@ def follow(
                 before = after
             compare(len(steps) - 1, before, {})
         settle(0)
+    _skip_changed(steps)
     _forget_skipped(trend)
     return trend
 
@@ -219,6 +221,16 @@ def _read(selection: Selection, step: Step, batch: Sequence[Cut]) -> dict[Cut, t
     except (DataStatesError, OSError) as error:
         step.skip(error)
         return {}
+
+
+def _skip_changed(steps: Sequence[Step]) -> None:
+    """Skips steps with files that were written to meanwhile: what was read may be of two saves."""
+    for step in steps:
+        try:
+            if isinstance(step.tensors, Source):
+                step.tensors.require_unchanged()
+        except (DataStatesError, OSError) as error:
+            step.skip(error)
 
 
 def _add(trend: Trend, number: int, cut: Cut, drift: Drift, *, is_update: bool) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from megatron_datastates.errors import optional_package
+from megatron_datastates.errors import optional_package, plot_text
 from megatron_datastates.reports.advice import milliseconds, size
 from megatron_datastates.reports.reading import Save
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds
@@ -72,7 +72,7 @@ def draw(saves: Sequence[Save], title: str) -> Any:
     matplotlib.rcParams["axes.titlesize"] = 10
     heights = [height for height, _ in panels]
     figure = matplotlib.figure.Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
-    figure.suptitle(title, fontsize=11, parse_math=False)  # a file's name may have dollar signs
+    figure.suptitle(plot_text(title), fontsize=11)
     for axes, (_, panel) in zip(figure.subplots(len(panels), 1, height_ratios=heights), panels, strict=True):
         panel(axes, saves)
         axes.tick_params(labelsize=8)
@@ -190,7 +190,7 @@ def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
     axes.set_title("Every save against the clock; above: its iteration", loc="left", pad=18)
     above = axes.secondary_xaxis("top")
     chosen = _spaced(begins, end)
-    above.set_xticks([begins[i] for i in chosen], [saves[i].name for i in chosen])
+    above.set_xticks([begins[i] for i in chosen], [plot_text(saves[i].name) for i in chosen])
     above.tick_params(labelsize=7, length=2)
     edges = [*begins, end]
     for i, after in _hovered(len(saves)):
@@ -251,7 +251,8 @@ def _draw_details(axes: Any, saves: Sequence[Save]) -> None:
         title += f"; between two dotted lines: {'an iteration' if every == 1 else lines}"
         title += f" ({milliseconds(step * every * 1000)}, estimated from the interval between saves)"
     axes.set_title(title, loc="left")
-    axes.set_yticks(range(len(last)), [f"iteration {save.name}" + " ✗" * save.failed for save in last])
+    names = [plot_text(f"iteration {save.name}") + " ✗" * save.failed for save in last]
+    axes.set_yticks(range(len(last)), names)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the save began", fontsize=8)
     axes.legend(**_LEGEND)
@@ -303,7 +304,7 @@ def _draw_parts(axes: Any, saves: Sequence[Save]) -> None:
         values = [share.get(name, 0.0) for share in shares]
         if not any(values):
             continue
-        label, color = PARTS.get(name, (name, "#777777"))
+        label, color = PARTS.get(name, (plot_text(name), "#777777"))
         above = [a + b for a, b in zip(below, values, strict=True)]
         if len(saves) <= _MOST_MARKS:
             axes.bar(places, values, 0.7, bottom=below, color=color, label=label, linewidth=0)
@@ -355,7 +356,7 @@ def _draw_slowest(axes: Any, saves: Sequence[Save]) -> None:
 
 def _label_saves(axes: Any, saves: Sequence[Save], panel: str) -> None:
     chosen = _spaced(range(len(saves)), len(saves))
-    axes.set_xticks(chosen, [saves[i].name for i in chosen])
+    axes.set_xticks(chosen, [plot_text(saves[i].name) for i in chosen])
     axes.set_xlim(-0.6, len(saves) - 0.4)
     _mark_runs(axes, saves, [i - 0.5 for i in range(len(saves))])
     for i, after in _hovered(len(saves)):

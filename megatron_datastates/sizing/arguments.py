@@ -40,6 +40,7 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
 }
 _HARMLESS = {"spec": ("local",), "softmax-type": ("vanilla", "off-by-one")}
 _NOTHING = ("none", "null", "~")  # Python's and YAML's words for a flag that is not given
+_MOST_DIGITS = 18
 _OFF = ("false", "no", "off", "0")
 BY_PARAMETERS = (
     "give --params N, such as 671B, and the parallel sizes for an estimate that spreads parameters evenly"
@@ -73,6 +74,11 @@ class Arguments:
         self._asked.add(flag)
         return flag in self._values and (self._values[flag] or "").lower() not in _OFF
 
+    def is_off(self, flag: str) -> bool:
+        """Returns whether a flag is there with a word for off."""
+        self._asked.add(flag)
+        return (self._values.get(flag) or "").lower() in _OFF
+
     def lacks(self, flag: str) -> bool:
         """Returns whether a flag is missing, or its value."""
         self._asked.add(flag)
@@ -88,8 +94,9 @@ class Arguments:
         text = self._values.get(flag)
         if text is None and flag not in self._values and default is not None:
             return default
-        if text is None or re.fullmatch(r"[0-9]+(_[0-9]+)*", text) is None or int(text) < 1:
-            found = "nothing" if text is None else repr(text)
+        is_long = text is not None and len(text) > _MOST_DIGITS
+        if text is None or is_long or re.fullmatch(r"[0-9]+(_[0-9]+)*", text) is None or int(text) < 1:
+            found = "nothing" if text is None else f"{len(text)} characters" if is_long else repr(text)
             raise OptionError(f"--{flag}: expected a whole number above 0, found {found}")
         return int(text)
 

@@ -13,6 +13,8 @@ import math
 from megatron_datastates.errors import OptionError
 from megatron_datastates.sizing.arguments import BY_PARAMETERS, Arguments
 
+_MOST_LAYERS = 100_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
@@ -43,12 +45,14 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
             f"--num-layers {len(layers)}: expected a multiple of the pipeline-parallel size "
             f"{pipeline_parallel}; {BY_PARAMETERS}"
         )
-    each = len(layers) // pipeline_parallel
-    found = [sum(layers[first : first + each], Parameters()) for first in range(0, len(layers), each)]
+    each = _chunk(arguments, len(layers) // pipeline_parallel)
+    chunks = [sum(layers[first : first + each], Parameters()) for first in range(0, len(layers), each)]
+    # Of virtual stages, each rank has every `pipeline_parallel`-th.
+    found = [sum(chunks[stage::pipeline_parallel], Parameters()) for stage in range(pipeline_parallel)]
     hidden = arguments.number("hidden-size")
     embedding = _padded_vocabulary(arguments, tensor_parallel) * hidden
     found[0] += Parameters(tensor_parallel=embedding, tensors=1)
-    if arguments.text("position-embedding-type", "learned_absolute") == "learned_absolute":
+    if _learns_positions(arguments):
         positions = arguments.number("max-position-embeddings") * hidden
         found[0] += Parameters(replicated=positions, tensors=1)
     norms = _norm_size(arguments)
@@ -60,10 +64,36 @@ def stages(arguments: Arguments, tensor_parallel: int, pipeline_parallel: int) -
     return found
 
 
+def _chunk(arguments: Arguments, layers: int) -> int:
+    """Returns how many of a rank's layers follow each other: those of a virtual pipeline stage."""
+    flag, size = "num-layers-per-virtual-pipeline-stage", layers
+    if not arguments.lacks(flag):
+        size = arguments.number(flag)
+    elif not arguments.lacks("num-virtual-stages-per-pipeline-rank"):
+        flag = "num-virtual-stages-per-pipeline-rank"
+        size = layers // arguments.number(flag) if layers % arguments.number(flag) == 0 else 0
+    if not size or layers % size:
+        raise OptionError(
+            f"--{flag} {arguments.number(flag)}: expected a divisor of the {layers} layers of a stage"
+        )
+    return size
+
+
+def _learns_positions(arguments: Arguments) -> bool:
+    if arguments.has("use-rotary-position-embeddings"):  # an old name of rope
+        return False
+    return arguments.text("position-embedding-type", "learned_absolute") == "learned_absolute"
+
+
+def _has_biases(arguments: Arguments) -> bool:
+    """Returns whether linear layers have biases; `add_bias_linear` is the name in files of arguments."""
+    return not arguments.has("disable-bias-linear") and not arguments.is_off("add-bias-linear")
+
+
 def require_described(arguments: Arguments) -> None:
     """Raises OptionError if arguments without a default are missing; names them all."""
     needed = ["num-layers", "hidden-size", "num-attention-heads"]
-    if arguments.text("position-embedding-type", "learned_absolute") == "learned_absolute":
+    if _learns_positions(arguments):
         needed.append("max-position-embeddings")
     if not arguments.has("padded-vocab-size"):
         needed.append("vocab-size")
@@ -109,8 +139,8 @@ def _padded_vocabulary(arguments: Arguments, tensor_parallel: int) -> int:
     if arguments.has("no-pad-vocab-size"):
         raise OptionError("--no-pad-vocab-size: expected --padded-vocab-size with it, as Megatron does")
     multiple = arguments.number("make-vocab-size-divisible-by", 128) * tensor_parallel
-    # The null tokenizers add a token for the end of a document.
-    extra = "Null" in arguments.text("tokenizer-type", "")
+    # It adds a token for the end of a document; NullTokenizer has added none since Megatron 0.18.
+    extra = arguments.text("tokenizer-type", "") == "NullMultimodalTokenizer"
     return math.ceil((arguments.number("vocab-size") + extra) / multiple) * multiple
 
 
@@ -120,6 +150,8 @@ def _norm_size(arguments: Arguments) -> int:
 
 def _layers(arguments: Arguments) -> list[Parameters]:
     count = arguments.number("num-layers")
+    if count > _MOST_LAYERS:
+        raise OptionError(f"--num-layers {count}: expected at most {_MOST_LAYERS}")
     experts = arguments.number("num-experts") if arguments.has("num-experts") else 0
     shared = _attention(arguments)
     dense = shared + _mlp(arguments, _ffn_size(arguments))
@@ -160,7 +192,7 @@ def _product(text: str) -> list[int]:
             left, right = value(node.left), value(node.right)
             if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
                 return left + right
-            if isinstance(left, list) and isinstance(right, int) and len(left) * right < 100_000:
+            if isinstance(left, list) and isinstance(right, int) and len(left) * right <= _MOST_LAYERS:
                 return left * right
         raise ValueError("not a list")
 
@@ -175,7 +207,7 @@ def _attention(arguments: Arguments) -> Parameters:
     projected = queries + 2 * _groups(arguments) * channels
     if arguments.has("attention-output-gate"):
         projected += queries
-    biased = not arguments.has("disable-bias-linear")
+    biased = _has_biases(arguments)
     found = Parameters(tensor_parallel=hidden * (projected + queries), tensors=2)
     found += Parameters(
         replicated=2 * norms * hidden, tensors=2 * norms
@@ -206,7 +238,7 @@ def _mlp(arguments: Arguments, ffn: int) -> Parameters:
     is_gated = arguments.has("swiglu") or arguments.has("quick-geglu")
     first = ffn * (2 if is_gated else 1)
     found = Parameters(tensor_parallel=hidden * (first + ffn), tensors=3 if is_gated else 2)
-    if not arguments.has("disable-bias-linear"):
+    if _has_biases(arguments):
         found += Parameters(tensor_parallel=first, replicated=hidden, tensors=2)
     return found
 

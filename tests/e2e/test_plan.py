@@ -20,6 +20,7 @@ EXPERTS = shlex.split(
     "--moe-ffn-hidden-size 384 --moe-layer-freq ([0]*1+[1]*3)"
 )
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
+VPP2 = ["--num-virtual-stages-per-pipeline-rank", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
@@ -47,6 +48,8 @@ def planned(arguments: list[str]) -> Plan:
         ["--position-embedding-type", "learned_absolute", "--max-position-embeddings", "1024", *TP2],
         [*EXPERTS, *EP2],
         [*EXPERTS, *PP2],
+        [*EXPERTS, *PP2, *VPP2, "--moe-layer-freq", "2"],
+        ["--position-embedding-type", "learned_absolute", "--use-rotary-position-embeddings"],
         ["--quick-geglu", "--attention-output-gate", *TP2],
         ["--padded-vocab-size", "4096", "--no-ckpt-fully-parallel-save"],
     ],

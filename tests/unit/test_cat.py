@@ -136,6 +136,21 @@ def test_json_output_is_standard_json(tmp_path):
     assert found["value"] == {"x": "nan", "y": ["inf"]}
 
 
+def test_json_has_keys_that_are_the_same_as_text(tmp_path):
+    inner = {1: "a", "1": "b"}
+    ds.save({"t": torch.ones(1), "o": [{"x": inner, None: {True: 1, "True": inner}}]}, tmp_path, **SMALL)
+    pairs = [[1, "a"], ["1", "b"]]
+    assert json.loads(output_of("cat", tmp_path, "o", "--json"))["value"] == {
+        "x": pairs, "None": [[True, 1], ["True", pairs]],
+    }  # fmt: skip
+
+
+def test_a_number_that_is_too_long_to_print_is_refused(tmp_path):
+    ds.save({"t": torch.ones(1), "o": [10**5000]}, tmp_path, **SMALL)
+    for arguments in ([], ["--json"]):
+        assert "object 'o' cannot be shown: Exceeds the limit" in refused("cat", tmp_path, "o", *arguments)
+
+
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
 def test_cat_prints_every_dtype(tmp_path, name):
     ds.save({"t": random_tensor(getattr(torch, name), (3,))}, tmp_path, **SMALL)
@@ -180,6 +195,13 @@ def test_cat_writes_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_datastates.convert.sinks.npy.PART_BYTES", 120)
     output_of("cat", tmp_path / "c", "t", "3:,1:", "--out", tmp_path / "t.npy")
     assert np.load(tmp_path / "t.npy").tobytes() == tensor[3:, 1:].numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t"])
+def test_cat_says_which_format_a_file_of_another_name_has(checkpoint, tmp_path, name):
+    result = call("cat", checkpoint, "scalar", "--out", tmp_path / name)
+    assert result.stderr.endswith(f"{name}: [], int64, in the format of .npy files\n")
+    assert np.load(tmp_path / name) == 7
 
 
 def test_cat_leaves_no_file_where_it_fails(checkpoint, tmp_path):

@@ -315,6 +315,14 @@ def test_brackets_in_a_key_are_shown_as_they_are(pair):
     assert "  w[bold]\n" in printed
 
 
+def test_a_key_with_a_line_feed_makes_no_line_of_its_own(pair):
+    key = "x\nequal: 2 tensors compared, 0 changed"
+    other = {key: torch.ones(2), "layers.0.w": torch.ones(1)}
+    printed = run("diff", *pair({"w": torch.ones(1), key: torch.ones(1)}, other))[1]
+    assert not [line for line in printed.splitlines() if line.startswith("equal")]
+    assert "shape: x\\nequal" in printed
+
+
 def test_a_plot_that_cannot_be_written_does_not_lose_the_numbers(pair, tmp_path, monkeypatch):
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "drift.png")
@@ -335,6 +343,18 @@ def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
     code, printed, reported = run("diff", *directories, "--plot", target)
     assert (code, printed) == (2, "") and "exists: choose another target" in reported
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["diff", "trend"])
+def test_names_with_dollar_signs_are_no_formulas(command: str, pair, tmp_path):
+    name = "$\\frac{$"
+    one, other = pair(*({f"{name}.w": torch.ones(1), f"{name}.layers.0.w": torch.ones(1)},) * 2)
+    (tmp_path / name).mkdir()
+    for number, path in enumerate((one, other)):
+        path.rename(tmp_path / name / f"iter_{number:07d}")
+    places = sorted((tmp_path / name).iterdir()) if command == "diff" else [tmp_path / name]
+    code, _, reported = run(command, *places, "--plot", tmp_path / "plot.png")
+    assert (code, reported) == (0, "") and (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_a_plot_without_matplotlib_says_at_once_what_to_install(tmp_path, monkeypatch):
@@ -369,5 +389,9 @@ def test_elements_without_numbers_are_compared_by_their_bytes(command: str, pair
         return
     for number, path in enumerate((one, other), 1):
         path.rename(one.parent / f"iter_{number:07d}")
-    code, printed, said = run("trend", one.parent)
-    assert code == 0 and "nan" in printed, said
+    code, printed, said = run("trend", one.parent, "--json")
+    assert code == 0, said
+    (points,) = json.loads(printed)["groups"].values()
+    assert [point["norm"] for point in points["places"]["w"]] == [None, None]
+    assert points["all"][0] == dict.fromkeys(("norm", "update", "relative", "largest_change", "not_finite"))
+    assert [point["norm"] for point in points["places"]["x"]] == [1, 0]

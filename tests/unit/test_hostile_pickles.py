@@ -163,10 +163,10 @@ def test_tensor_records_make_no_copies_of_a_list() -> None:
     assert peak_of(lambda: load_tensor_record(program(body), "here")) < 4 << 20
 
 
-@pytest.mark.parametrize("name", ["set", "frozenset"])
+@pytest.mark.parametrize("name", ["builtins.set", "builtins.frozenset", "__builtin__.set"])
 def test_arguments_make_no_copies_of_a_list(name: str) -> None:
     many = b"](" + b"".join(b"M" + struct.pack("<H", one) for one in range(COUNT)) + b"eq\x00"
-    body = b"(" + many + named(f"builtins.{name}") + b"q\x01" + b"h\x01h\x00\x85R" * COUNT + b"l"
+    body = b"(" + many + named(name) + b"q\x01" + b"h\x01h\x00\x85R" * COUNT + b"l"
     data = archive(program(body))
     assert peak_of(lambda: arguments_in(data, "here")) < 4 << 20
 
@@ -198,8 +198,8 @@ def test_a_very_long_number_in_arguments_is_shown_by_its_size() -> None:
 def test_sets_and_paths_in_arguments_are_read() -> None:
     data = stored([{"args": argparse.Namespace(a={3}, b=frozenset({"x"}), c=Path("/a/b"), d={"k": [1]})}])
     assert arguments_in(data, "here") == {
-        "a": "set([3])",
-        "b": "frozenset(['x'])",
+        "a": [3],
+        "b": ["x"],
         "c": "/a/b",
         "d": {"k": [1]},
     }

@@ -124,6 +124,9 @@ def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
     [
         (["--quick-geglu"], 12 * (768 + 1) * 3072),  # another matrix, and its bias
         (["--attention-output-gate"], 12 * (768 + 1) * 768),
+        (["--use-rotary-position-embeddings"], -1024 * 768),
+        (["--tokenizer-type", "NullTokenizer"], 0),  # since Megatron 0.18
+        (["--tokenizer-type", "NullMultimodalTokenizer"], 768),
         (["--padded-vocab-size", "50304"], (50304 - 50257) * 768),
         (["--padded-vocab-size", "50304", "--no-pad-vocab-size"], (50304 - 50257) * 768),
         (["--softmax-type", "vanilla", "--spec", "local"], 0),
@@ -132,6 +135,38 @@ def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
 )
 def test_flags_that_change_the_model_count(words: list[str], more: int) -> None:
     assert parameters([*GPT_2, *words]) == GPT_2_PARAMETERS + more
+
+
+def test_biases_may_be_off_by_their_name_in_files_of_arguments(tmp_path: Path) -> None:
+    """As `datastates args` prints them."""
+    (tmp_path / "args").write_text("add_bias_linear: false\nswiglu: true\n")
+    found = read_arguments([tmp_path / "args"], GPT_2)
+    assert stages(found, 1, 1) == stages(
+        read_arguments([], [*GPT_2, "--swiglu", "--disable-bias-linear"]), 1, 1
+    )
+    (tmp_path / "args").write_text("add_bias_linear: true\n")
+    assert sum(part.stored for part in stages(read_arguments([tmp_path / "args"], GPT_2), 1, 1)) == (
+        GPT_2_PARAMETERS
+    )
+
+
+@pytest.mark.parametrize(
+    ("virtual", "experts"),
+    [
+        ([], [2, 2]),
+        (["--num-layers-per-virtual-pipeline-stage", "1"], [4, 0]),
+        (["--num-virtual-stages-per-pipeline-rank", "4"], [4, 0]),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], [2, 2]),
+        (["--num-virtual-stages-per-pipeline-rank", "1"], [2, 2]),
+    ],
+    ids=str,
+)
+def test_virtual_stages_have_layers_that_do_not_follow_each_other(
+    virtual: list[str], experts: list[int]
+) -> None:
+    words = [*MIXTRAL_8X7B, "--num-layers", "8", "--moe-layer-freq", "2", *virtual]
+    found = stages(read_arguments([], words), 1, 2)
+    assert [stage.experts for stage in found] == [n * 8 * 3 * 4096 * 14336 for n in experts]
 
 
 def test_without_the_parallel_save_the_first_data_parallel_rank_stores_the_weights() -> None:
@@ -305,6 +340,15 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
         (
             ["--", *GPT_2, "--num-layers", "$LAYERS"],
             "--num-layers: expected a whole number above 0, found '$LAYERS'",
+        ),
+        (["--", *GPT_2, "--num-layers", "9" * 5000], "a whole number above 0, found 5000 characters"),
+        (["--", *GPT_2, "--num-layers", "9" * 12], "--num-layers 999999999999: expected at most 100000"),
+        *(
+            (
+                ["--pp", "2", "--", *GPT_2, f"--num-{flag}", "4"],
+                f"--num-{flag} 4: expected a divisor of the 6 layers of a stage",
+            )
+            for flag in ("layers-per-virtual-pipeline-stage", "virtual-stages-per-pipeline-rank")
         ),
         (["--pp", "5", "--", *GPT_2], "--num-layers 12: expected a multiple of the pipeline-parallel size 5"),
         (["--ep", "3", "--", *GPT_2], "expert parallel 3 x 1: expected a divisor of the 1 ranks"),

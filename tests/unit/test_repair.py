@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -108,6 +109,25 @@ def test_checkpoints_of_all_megatrons_are_repaired(golden, tmp_path):
         assert getattr(done.manifest, field) == getattr(lost, field), field
     assert done.manifest.iteration == 7
     assert any("common.pt is taken as it is" in note for note in done.notes) == bool(lost.others)
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_that_the_optimizers_state_was_removed_is_said(has_state: bool, tmp_path):
+    tensors = {"w": torch.ones(3), "optimizer.state.exp_avg.w": torch.ones(3)}
+    common = {"iteration": 1} | ({"optimizer": {"param_state_sharding_type": "x"}} if has_state else {})
+    ranks = RanksInTurn(1)
+    ranks.save(tmp_path / "c", [State(tensors, {COMMON: [common]})])
+    ranks.close()
+    shutil.copytree(tmp_path / "c", tmp_path / "whole")
+    plan = plan_drop(tmp_path / "c")
+    assert plan is not None
+    drop_optimizer(plan)
+    for directory in (tmp_path / "c", tmp_path / "whole"):
+        lose(directory)
+        notes = repair(directory, options=OPTIONS).notes
+        is_dropped = has_state and directory.name == "c"
+        assert manifest_of(directory).is_without_optimizer == is_dropped
+        assert any("without its optimizer's state" in note for note in notes) == is_dropped
 
 
 def test_files_that_the_lost_manifest_may_have_named_are_listed(directory):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.errors import CHANGED_TOO_EARLY, StorageError, UnsupportedFormatError
+from megatron_datastates.errors import CHANGED_TOO_EARLY, StorageError, UnsupportedFormatError, plot_text
 from megatron_datastates.reports.advice import Advice, advise
 from megatron_datastates.reports.picture import _joined, draw
 from megatron_datastates.reports.reading import Save, read_reports
@@ -431,10 +431,15 @@ def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(
     assert "What held the trainer" not in titles and "The last saves, one by one" in titles[1]
 
 
-def test_a_name_with_dollar_signs_is_a_title(tmp_path: Path) -> None:
-    path = tmp_path / "a$x_$b.jsonl"
-    path.write_text(LINES[0])
-    assert run("report", path, "--png", tmp_path / "report.png")[0] == 0
+@pytest.mark.parametrize("name", ["a$x_$b", "a$\\frac{$", "a\x01b", "a\udcff"], ids=ascii)
+def test_names_that_are_no_formulas_and_no_xml_are_drawn(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(
+        "\n".join(map(json.dumps, changed(iteration=None, save_id=name, held_parts_ms={name: 1.0})))
+    )
+    assert run("report", path, "--out", tmp_path / "made")[0] == 0
+    figure = draw(read_reports([path]).saves, name)
+    assert plot_text(name) in [label.get_text() for label in figure.axes[3].get_legend().get_texts()]
 
 
 def test_advice_compares_no_save_with_all_others(

@@ -325,6 +325,21 @@ def test_arguments_that_are_instances_have_their_state(tmp_path: Path):
     assert one["partial"] != other["partial"]
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_sets_are_compared_without_an_order_and_dictionaries_by_all_keys(protocol: int):
+    def arguments_of(kind: type, *items: int, value: str = "a") -> dict[str, Any]:
+        buffer, both = io.BytesIO(), {1: value, "1": "b"}
+        values = argparse.Namespace(items=kind(items), nested=[kind([kind(items)])], both=both)
+        torch.save([{"args": values}], buffer, pickle_protocol=protocol)
+        return arguments_in(buffer.getvalue(), "here")
+
+    one, other = (arguments_of(frozenset, *items) for items in ((8, 0), (0, 8)))
+    assert list(frozenset((8, 0))) != list(frozenset((0, 8))), "8 and 0 collide"
+    assert one == other and one["items"] == [0, 8] and one["nested"] == [[[0, 8]]]
+    assert arguments_of(list, 8, 0)["items"] == [8, 0]
+    assert arguments_of(list, value="c")["both"] != one["both"] == [[1, "a"], ["1", "b"]]
+
+
 def test_show_says_the_same_of_both_formats(both: Path):
     found = [json.loads(output_of("show", both / format / "iter_0000005", "--json")) for format in FORMATS]
     for one in found:

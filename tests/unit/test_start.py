@@ -253,6 +253,13 @@ def test_an_output_that_cannot_be_written_is_one_line_and_not_a_faulty_checkpoin
     assert (done.returncode, done.stderr) == (2, text)
 
 
+def test_a_command_without_an_output_is_carried_out(root: Path):
+    command = f"{sys.executable} -m megatron_datastates ls {root}"
+    for line, expected in ((f"{command} >&-", 0), (f"{command}/none <&- 2>&-", 2)):
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (expected, "", "")
+
+
 @pytest.mark.parametrize(
     "line", ["--help", "options", "ls {root}", "ls {root}/none 2>&1", "verify --quick {root}/iter_0000005"]
 )

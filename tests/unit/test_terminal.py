@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from megatron_datastates.cli import entry
 from megatron_datastates.cli.main import app
 from tests.support.programs import Programs
-from tests.support.terminal import COLUMNS, in_terminal
+from tests.support.terminal import COLUMNS, in_terminal, written_to_terminal
 from tests.unit import hf_models
 from tests.unit.command import run
 from tests.unit.states import new_saver, save
@@ -138,3 +139,9 @@ def test_outside_a_terminal_each_row_and_each_error_is_one_line(long_names: Path
     assert code == 0 and row in printed.splitlines() and not said
     code, printed, said = run("show", long_names / LONG / "iter_0000005", "x*")
     assert code == 2 and not printed and said.count("\n") == 1
+
+
+def test_a_terminal_that_names_no_width_has_its_own(place: Path, programs: Programs) -> None:
+    command = [sys.executable, "-m", "megatron_datastates", "ls", "nothing"]
+    code, text = written_to_terminal(command, place, programs, COLUMNS="-5")
+    assert code == 2 and "nothing does not exist" in text

@@ -250,3 +250,49 @@ def test_a_plot_is_drawn_and_never_over_another_file(ours: Path, tmp_path: Path)
     assert target.read_bytes().startswith(b"\x89PNG")
     code, printed, reported = run("trend", ours, "--plot", target)
     assert (code, printed) == (2, "") and "exists: choose another target" in reported
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["diff {} {other}", "diff {other} {}", "cat {} w", "cat {} o", "cat {} w --out {out}", "show {} --stats"],
+)
+def test_a_checkpoint_that_is_saved_again_meanwhile_is_not_compared(
+    words: str, tmp_path: Path, monkeypatch
+) -> None:
+    def stored(directory: Path, value: float) -> None:
+        save(directory, TORCH_DIST, {"w": torch.full((3,), value), "o": ["an object"]})
+
+    again = tmp_path / "again"
+    for path in (again, tmp_path / "other"):
+        stored(path, 1)
+    for name in ("read_tensor", "read_object"):
+
+        def read(self, *arguments, real=getattr(TorchDistSource, name)):  # noqa: B008
+            value = real(self, *arguments)
+            if self.directory == again:
+                stored(again, 2)
+            return value
+
+        monkeypatch.setattr(TorchDistSource, name, read)
+    names = {"other": tmp_path / "other", "out": tmp_path / "w.npy"}
+    code, printed, reported = run(*words.format(again, **names).split())
+    assert (code, printed) == (2, "") and "has changed since it was opened: a save into" in reported
+    assert not names["out"].exists()
+
+
+def test_a_checkpoint_that_is_saved_again_meanwhile_is_skipped(tmp_path: Path, monkeypatch) -> None:
+    for number in (1, 2):
+        save(tmp_path / f"iter_{number:07d}", TORCH_DIST, state(10))
+    real = TorchDistSource.read_tensors
+
+    def read(self, slices):
+        found = real(self, slices)
+        if self.directory.name == "iter_0000002":
+            save(self.directory, TORCH_DIST, state(20))
+        return found
+
+    monkeypatch.setattr(TorchDistSource, "read_tensors", read)
+    reported = found(tmp_path, code=1)
+    assert [bool(one["skipped"]) for one in reported["checkpoints"]] == [False, True]
+    assert "has changed since it was opened" in reported["checkpoints"][1]["skipped"]
+    assert reported["groups"]["model"]["all"][1] is None

@@ -36,6 +36,7 @@ def write_npy(
     wanted: Slice,
     dtype: torch.dtype | None = None,
     progress: Callable[[int], None] = lambda bytes_done: None,
+    check: Callable[[], None] = lambda: None,
 ) -> torch.dtype:
     """Writes a new file and returns the dtype of its elements.
 
@@ -43,6 +44,7 @@ def write_npy(
         dtype: to convert to; by default nothing is converted, and dtypes that numpy lacks are written as raw
             bits.
         progress: called with the number of bytes of the tensor read since the last call.
+        check: called once all is read, before the file gets its name.
 
     Raises:
         StorageError, OSError: `path` exists, lies inside a checkpoint, or cannot be written; there is no
@@ -62,4 +64,5 @@ def write_npy(
             values = values.view(target) if dtype is None else convert_dtype(values, dtype, content.key)
             file.write(values.contiguous().numpy().data)
             progress(math.prod(lengths) * item)
+        check()
     return target

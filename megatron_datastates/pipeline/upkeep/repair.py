@@ -60,7 +60,7 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, index_entry
-from megatron_datastates.format.manifest import REPAIRED, FileEntry, IndexEntry, Manifest, OtherFile
+from megatron_datastates.format.manifest import DROPPED, REPAIRED, FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import (
     MANIFEST_NAME,
     SaveId,
@@ -139,7 +139,7 @@ def repair(
     verdict = verify_checkpoint(checkpoint, options, progress=progress)
     if not verdict.good:
         _refuse(path, f"it has faults: {_some([*verdict.faults, *verdict.unread])}")
-    manifest = _with_replaced(path, _with_iteration(checkpoint, notes), notes)
+    manifest = _with_replaced(path, _with_facts_of_state(checkpoint, notes), notes)
     try:
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
         write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults), manifest.save_id)
@@ -406,28 +406,43 @@ def _with_replaced(path: Path, manifest: Manifest, notes: list[str]) -> Manifest
     return msgspec.structs.replace(manifest, replaced=sha256_of(other))
 
 
-def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
-    """Takes the iteration from the state, or else from the directory's name."""
-    iteration = _iteration_of_state(checkpoint)
+def _with_facts_of_state(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
+    """Takes the iteration from the state, or else from the directory's name; and notes what it lacks."""
+    state = _state(checkpoint)
+    iteration = _iteration_of(state)
     if iteration is None:
         iteration = iteration_in_name(checkpoint.directory.absolute().name)
         named = iteration is not None
         source = "is the one that the directory is named after" if named else "is left out: it is not known"
         notes.append(f"the iteration {source}")
-    return msgspec.structs.replace(checkpoint.manifest, iteration=iteration)
+    writer = checkpoint.manifest.writer
+    if isinstance(state, dict) and "optimizer" in state and not _has_optimizer(checkpoint.index):
+        writer = writer | {"optimizer": DROPPED}
+        notes.append("it is without its optimizer's state, which `datastates prune` has removed")
+    return msgspec.structs.replace(checkpoint.manifest, iteration=iteration, writer=writer)
 
 
-def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
-    """Returns None also if the state has classes that only Megatron may load."""
+def _has_optimizer(index: Index) -> bool:
+    keys = [*index.tensors, *index.objects, *index.streams]
+    return any(key.startswith("optimizer.") or ".optimizer." in key for key in keys)
+
+
+def _state(checkpoint: Checkpoint) -> object:
+    """Returns the common state, or the iteration; None also for classes that only Megatron may load."""
     try:
         if COMMON_STATE_KEY in checkpoint.index.objects:
-            state = checkpoint.read_object(COMMON_STATE_KEY)[0]
-        elif COMMON_FILE in checkpoint.manifest.names:
-            state = checkpoint.read_other_object(COMMON_FILE)
-        elif is_through_dcp(checkpoint.index.objects) and ITERATION_KEY in checkpoint.index.objects:
-            return int(checkpoint.read_object(ITERATION_KEY))
-        else:
-            return None
-        return int(state["iteration"])
-    except (UnsafeObjectError, LookupError, TypeError, ValueError):
+            return checkpoint.read_object(COMMON_STATE_KEY)[0]
+        if COMMON_FILE in checkpoint.manifest.names:
+            return checkpoint.read_other_object(COMMON_FILE)
+        if is_through_dcp(checkpoint.index.objects) and ITERATION_KEY in checkpoint.index.objects:
+            return {"iteration": checkpoint.read_object(ITERATION_KEY)}
+    except (UnsafeObjectError, LookupError, TypeError):
+        pass
+    return None
+
+
+def _iteration_of(state: object) -> int | None:
+    try:
+        return int(state["iteration"]) if isinstance(state, dict) else None
+    except (LookupError, TypeError, ValueError):
         return None
