@@ -177,7 +177,7 @@ def load_copies(root: str, folder: str) -> None:
     directory = Path(root)
     make_directory(directory)
     dist.barrier()
-    own = whole(torch.float64)
+    own = whole(torch.int64)
 
     def request() -> dict[str, Any]:
         copy = ShardedTensor.from_rank_offsets("copy", own.clone(), replica_id=dist.get_rank())
