@@ -162,7 +162,11 @@ class Options:
         "GPU, else 2MiB)",
     )
     direct_io: bool = _option(
-        True, _on_off, "on|off", "bypass the page cache where the file system allows it (default on)"
+        True,
+        _on_off,
+        "on|off",
+        "bypass the page cache where the file system allows it, except for loads of what several ranks of a "
+        "node request (default on)",
     )
     checksums: bool = _option(
         True, _on_off, "on|off", "store a CRC-32C for every MiB, computed while writing (default on)"
