@@ -153,7 +153,7 @@ def _run_rank(
     environment: dict[str, str],
 ) -> None:
     rank, ranks, folder = place
-    os.environ |= environment
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} | environment  # as torchrun does
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")  # other packages warn in every load
     install_stand_ins()

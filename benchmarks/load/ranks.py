@@ -44,8 +44,7 @@ class RankResult:
 
 def start_world(ranks: int) -> World:
     """Starts ranks that save and load; they have little staging memory, as saves are not what is measured."""
-    environment = {"MEGATRON_DATASTATES_STAGING_MEMORY": "64MiB", "LOCAL_WORLD_SIZE": str(ranks)}
-    return World(ranks, _prepare, environment=environment)
+    return World(ranks, _prepare, environment={"MEGATRON_DATASTATES_STAGING_MEMORY": "64MiB"})
 
 
 def _prepare(arguments: Sequence[Any]) -> Callable[[Job], RankResult]:
