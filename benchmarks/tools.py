@@ -46,10 +46,10 @@ _FORMATS = ("datastates", "torch_dist")
 _PIECE_BYTES, _READ_THREADS = 4 << 20, 4
 
 
-def _run(command: list[str], codes: tuple[int, ...] = (0,)) -> str:
+def _run(command: list[str], code: int = 0) -> str:
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-    if done.returncode not in codes:
+    if done.returncode != code:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr}")
     return done.stdout
 
@@ -108,8 +108,11 @@ def _convert(made: Checkpoints, source: str, target: str) -> float:
     return float(json.loads(_run(command))["seconds"])
 
 
-def _look(paths: list[Path], *words: str) -> float:
-    _run([*_LOOK, words[0], *map(str, paths), *words[1:]], codes=(0, 1))
+def _look(paths: list[Path], *words: str, differ: bool = False) -> float:
+    """Returns 0; raises RuntimeError if the command fails, or does not find what is known to be there."""
+    if not _run([*_LOOK, words[0], *map(str, paths), *words[1:]], code=int(differ)):
+        # Damage ends with the exit code of a difference, but prints no result.
+        raise RuntimeError(f"{words[0]} {' '.join(map(str, paths))}: no result")
     return 0.0
 
 
@@ -142,7 +145,8 @@ def contenders(made: Checkpoints, is_cold: bool) -> dict[str, Callable[[], float
     looks |= {f"diff {one} {two}": (["diff"], [one, two]) for one, two in _PAIRS}
     for name, (words, which) in looks.items():
         for label, paths in ((name, made.path), (f"{name}, tiny", made.tiny)):
-            found[label] = functools.partial(_look, [paths[one] for one in which], *words)
+            chosen = [paths[one] for one in which]
+            found[label] = functools.partial(_look, chosen, *words, differ="changed" in which)
     for read in _READ:
         found[f"read {' '.join(read)}"] = functools.partial(_read, made, read, is_cold)
     return found

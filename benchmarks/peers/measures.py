@@ -73,6 +73,7 @@ class Peers:
                 for name, found in later.items():
                     found.append(self._round(world, name))
                 rates.measure()
+        exact = [name for name in first if not any(one.difference for one in (first[name], *later[name]))]
         contenders = {
             name: summary(later[name], self._plan.model.bytes)
             | {"first": _first(first[name]), "settings": self.facts[name].settings}
@@ -88,7 +89,7 @@ class Peers:
             "work_ms": 1e3 * self._plan.work_seconds,
             "caches_dropped": self._caches_dropped,
             "contenders": contenders,
-            "ratios": _ratios(later),
+            "ratios": _ratios({name: later[name] for name in exact}),
             "disk": rates.plain(),
             "left_out": self.left_out,
         }

@@ -23,7 +23,8 @@ def draw(results: Result, picture: Path) -> None:
         len(parts), 3, figsize=(14, 3.6 * len(parts)), layout="constrained", squeeze=False
     )
     for (name, part), row in zip(parts.items(), axes, strict=True):
-        found = part["contenders"]
+        every = part["contenders"].items()
+        found = {name: one for name, one in every if one["exact"] and one["first"]["exact"]}
         disk = {verb: part["bytes"] / 1e9 / one["gb_per_s"] for verb, one in part["disk"].items()}
         _bars(row[0], {n: one["held_ms"] for n, one in found.items()}, f"{name}: trainer held, ms", None)
         _bars(row[1], {n: one["durable_s"] for n, one in found.items()}, "durable, s", disk["write"])

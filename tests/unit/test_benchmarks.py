@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import megatron_datastates as ds
+from benchmarks import tools
 from benchmarks.ablation.parts import Mixed
 from benchmarks.ablation.samples import save_once
 from benchmarks.rounds import Bar, Rates, interleave
@@ -237,6 +240,21 @@ def assert_published_and_opened(layout: dict[str, Any]) -> None:
     assert load["seconds"] > 0 < reshard["seconds"]
     assert load["reads"] >= load["requested"] > reshard["requested"] > 0
     assert layout["load_traced"]["mib"] > 0 < layout["reshard_traced"]["mib"]
+
+
+@pytest.mark.parametrize(("words", "differ"), [(("show", "--stats"), False), (("diff",), True)])
+def test_a_look_at_a_damaged_checkpoint_is_no_result(
+    words: tuple[str, ...], differ: bool, tmp_path: Path
+) -> None:
+    """Damage has the exit code of a difference."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for path in (good, bad):
+        ds.save({"w": torch.arange(1000.0)}, path)
+    (data,) = bad.glob("data-*")
+    data.write_bytes(data.read_bytes().replace(torch.arange(8.0).numpy().tobytes(), bytes(32)))
+    with pytest.raises(RuntimeError, match=r"wrong checksum|no result"):
+        tools._look([good, bad] if differ else [bad], *words, differ=differ)
+    tools._look([good, good] if differ else [good], *words)
 
 
 @pytest.mark.long

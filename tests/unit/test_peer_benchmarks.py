@@ -1,6 +1,7 @@
 """benchmarks.peers and benchmarks.training: tries with tiny states, and what is made of their samples."""
 
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -216,6 +217,24 @@ def test_a_summary_has_medians_and_names_what_differs() -> None:
     assert found["write_gb_per_s"] == 2 and found["read_gb_per_s"] == {"cold": 8, "warm": 8}
     assert not found["exact"] and found["differs"] == "exp_avg.0"
     assert summary(rounds[:2], 1)["exact"]
+
+
+def test_a_contender_that_returned_other_bits_is_not_ranked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def a_round_of(peers: Peers, world: Any, name: str, watch: bool = False) -> Round:
+        wrong = {"torch.save": not watch, "DCP save": watch}.get(name, False)
+        return dataclasses.replace(a_round(0.1, "exp_avg.0" if wrong else None), memory=1)
+
+    def first_rounds(peers: Peers, names: list[str]) -> tuple[Any, dict[str, Round]]:
+        peers.facts = dict.fromkeys(names, Facts("", ""))
+        return io.BytesIO(), {name: a_round_of(peers, None, name, watch=True) for name in names}
+
+    monkeypatch.setattr(Peers, "_round", a_round_of)
+    monkeypatch.setattr(Peers, "_first_rounds", first_rounds)
+    names = ["datastates", "datastates async", "torch_dist", "torch.save", "DCP save"]
+    found = Peers(Plan(1, MODEL, 1, 0.0, 0.0, names), tmp_path).measure()
+    assert found["contenders"].keys() == set(names) and found["ratios"].keys() == {"torch_dist"}
 
 
 def fail_or_stop(arguments: Sequence[Any]) -> Any:
