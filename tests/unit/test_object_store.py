@@ -149,6 +149,29 @@ def test_only_what_is_needed_is_read(store: ObjectStore, tmp_path: Path) -> None
     assert not store.requests["GET list"]
 
 
+def test_what_several_ranks_of_a_node_read_is_fetched_with_what_lies_beside_it(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    checkpoint = Checkpoint.open(nodes.directory(1), OPTIONS)
+    checkpoint.require([0, 1])
+    store.requests.clear()
+    halves = [torch.zeros(ELEMENTS // 2) for _ in range(2)]
+    reads = [
+        read
+        for n, half in enumerate(halves)
+        for read in checkpoint.plan_into("w1", (n * (ELEMENTS // 2),), half.shape, half, n == 1)
+    ]
+    before = checkpoint.costs.bytes_read
+    checkpoint.read(reads)
+    assert checkpoint.costs.bytes_read - before == checkpoint.footer(1).data_bytes, (
+        "an object has no page cache"
+    )
+    assert bits(torch.cat(halves)) == bits(random_tensor(torch.float32, (ELEMENTS,), 2))
+
+
 def abandon(nodes: FarNodes) -> None:
     """Closes as a program does that ends with an error, and waits for what is under way."""
     for saver in nodes.ranks.savers:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,39 @@ def test_one_pass_reads_every_block_once(tmp_path):
     state = {key: torch.zeros_like(tensor) for key, tensor in stored.items()} | {"step": None}
     dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
     assert checkpoint.costs.bytes_read == checkpoint.footer(0).data_bytes
+
+
+def read_partly_cached(checkpoint: Checkpoint, cached: Collection[str]) -> None:
+    """Reads all tensors, some of them through the page cache."""
+    shapes = {key: entry.global_shape for key, entry in checkpoint.tensors.items()}
+    targets = {key: torch.zeros(shape, dtype=torch.int32) for key, shape in shapes.items()}
+    reads = [checkpoint.plan_into(key, (0,), t.shape, t, key in cached) for key, t in targets.items()]
+    checkpoint.read(itertools.chain(*reads))
+    again = ds.open(checkpoint.directory, **SMALL)
+    assert all(bits(target) == bits(again.read_tensor(key)) for key, target in targets.items())
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_are_not_read_both_directly_and_through_the_page_cache(tmp_path: Path, direct: bool) -> None:
+    stored = {str(n): random_tensor(torch.int32, (100_000 + n,), n) for n in range(20)}
+    stored |= {"large": random_tensor(torch.int32, (2_000_000,))} if not direct else {}
+    ds.save(stored, tmp_path / "c", **SMALL)
+    checkpoint = ds.open(tmp_path / "c", **SMALL, direct_io=direct)
+    expected = checkpoint.footer(0).data_bytes
+    read_partly_cached(checkpoint, [key for key in stored if key == "large" or int(key) % 2])
+    assert checkpoint.costs.bytes_read == expected
+
+
+def test_a_corrupt_block_that_is_read_in_both_ways_is_named_once(tmp_path: Path) -> None:
+    ds.save({"a": torch.zeros(1000), "b": torch.zeros(5 << 18)}, tmp_path / "c", **SMALL)
+    checkpoint, path = ds.open(tmp_path / "c", **SMALL), data_files(tmp_path / "c")[0]
+    data = bytearray(path.read_bytes())
+    data[4100] ^= 1
+    path.write_bytes(data)
+    targets = {"a": torch.zeros(1000), "b": torch.zeros(5 << 18)}
+    reads = [checkpoint.plan_into(key, (0,), t.shape, t, key == "b") for key, t in targets.items()]
+    with pytest.raises(CorruptDataError, match="the 1 MiB block at byte offset 0 has a wrong checksum"):
+        checkpoint.read(itertools.chain(*reads))
 
 
 def test_elements_that_share_memory_are_torchs_to_refuse(tmp_path):
