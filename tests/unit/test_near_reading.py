@@ -167,11 +167,11 @@ def test_a_near_file_that_fails_during_a_load_is_read_from_the_checkpoint_instea
 ) -> None:
     read, tried = Reader.read, []
 
-    def failing(self: Reader, sources: Sequence[Any], *rest: Any) -> Any:
+    def failing(self: Reader, sources: Sequence[Any], *rest: Any, **options: Any) -> Any:
         tried.append([Path(path).is_relative_to(tmp_path / "near") for path, _ in sources])
         if any(tried[-1]):
             raise StorageError("Input/output error in the near tier")
-        return read(self, sources, *rest)
+        return read(self, sources, *rest, **options)
 
     monkeypatch.setattr(Reader, "read", failing)
     assert torch.equal(half_near.read_tensor("w"), WANTED)

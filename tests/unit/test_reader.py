@@ -269,8 +269,8 @@ def test_an_interrupted_load_writes_nothing_afterwards(tmp_path, monkeypatch):
     checkpoint = Checkpoint.open(tmp_path / "c", options)
     read = Reader._read_files
 
-    def read_interrupted(reader: Reader, sources: Any, spans: Any, progress: Any) -> Any:
-        return read(reader, sources, spans, lambda bytes_read: signal.raise_signal(signal.SIGUSR1))
+    def read_interrupted(reader: Reader, sources: Any, spans: Any, progress: Any, cached: Any) -> Any:
+        return read(reader, sources, spans, lambda bytes_read: signal.raise_signal(signal.SIGUSR1), cached)
 
     def stop(*_: object) -> None:
         raise Stop
