@@ -189,8 +189,8 @@ def _require_chosen(purpose: str) -> None:
     if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
         return
     run = path_of(args.load)
-    if _non_persistent(args) is not None or is_object(run):
-        return
+    if getattr(args, "non_persistent_ckpt_type", None) is not None or is_object(run):
+        return  # a non-persistent checkpoint of that iteration or a later one is loaded in its place
     collectives = Collectives()
     problem = _problem_of_chosen(run, wanted) if collectives.rank == 0 else None
     if collectives.share_from_first(int(problem is not None)):
