@@ -14,6 +14,8 @@ from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
 from megatron_datastates.plan.frames import FramedBox
 
+_BLOCK_BITS = 42  # of the number of a block: data files have less than 2^62 bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class BoxReads:
@@ -96,6 +98,19 @@ def gather_spans(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device:
         target_steps=target_steps,
         on_device=np.repeat(np.array(on_device, np.bool_), counts),
     )
+
+
+def apart_from_direct(spans: ReadSpans, cached: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Returns which of the spans to read through the page cache stay so, as the others are read directly.
+
+    Those do not that lie in blocks that other spans need directly: these blocks would be read twice.
+    """
+    if not cached.any() or cached.all():
+        return cached
+    block, file = np.uint64(BLOCK_BYTES), spans.files << np.uint64(_BLOCK_BITS)
+    first, last = file + spans.offsets // block, file + (spans.ends() - np.uint64(1)) // block
+    direct = np.concatenate([first[~cached], last[~cached]])
+    return cached & ~((last - first <= 1) & np.isin(first, direct) & np.isin(last, direct))
 
 
 def plan_extent(extent: Extent) -> BoxReads:

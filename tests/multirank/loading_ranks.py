@@ -172,7 +172,10 @@ def load_in_parallel(root: str, folder: str) -> None:
 
 
 def load_copies(root: str, folder: str) -> None:
-    """Loads what both ranks request and what one does, alone and fully parallel; reports how much how."""
+    """Loads what both ranks request and what one does, in three ways; reports how much how.
+
+    They are: as by default, without the metadata of all ranks, and fully parallel.
+    """
     join()
     directory = Path(root)
     make_directory(directory)
@@ -193,11 +196,14 @@ def load_copies(root: str, folder: str) -> None:
 
     Checkpoint.read = noting  # type: ignore[method-assign]
     cached = []
-    for chosen in (None, FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())):
+    parallel = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    for chosen, is_validated in ((None, True), (None, False), (parallel, False)):
         blank_request = request()
         for name in ("copy", "own"):
             blank_request[name].data.zero_()
-        loaded = dist_checkpointing.load(blank_request, str(directory), chosen)
+        loaded = dist_checkpointing.load(
+            blank_request, str(directory), chosen, validate_access_integrity=is_validated
+        )
         assert torch.equal(loaded["copy"], own)
         assert torch.equal(loaded["own"], own.chunk(dist.get_world_size())[dist.get_rank()])
         cached.append(list(found))

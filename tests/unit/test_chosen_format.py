@@ -16,11 +16,12 @@ import torch
 from megatron_datastates import stores
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
-from megatron_datastates.errors import OptionError
+from megatron_datastates.errors import NotACheckpointError, OptionError
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.mcore.training import arguments, device_cache, loop, retention
 from megatron_datastates.mcore.training.arguments import adopt
+from megatron_datastates.mcore.training.load import _require_chosen
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
@@ -325,3 +326,20 @@ def test_a_save_that_is_not_lazy_has_copied_everything_when_it_returns(
     assert publication.wait() is Outcome.PUBLISHED
     saver.close()
     assert len(waited) == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "global", None])
+def test_a_chosen_iteration_may_be_a_non_persistent_one(
+    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron then loads it: of local checkpoints only its manager knows where they are."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    args = argparse.Namespace(load=str(tmp_path), ckpt_step=5, ckpt_backend="datastates", finetune=False)
+    args.non_persistent_ckpt_type, args.non_persistent_global_ckpt_dir = kind, None
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: args)
+    with (
+        contextlib.nullcontext()
+        if kind
+        else pytest.raises(NotACheckpointError, match="--ckpt-step 5: expected")
+    ):
+        _require_chosen("load")

@@ -18,6 +18,7 @@ from megatron_datastates.errors import MismatchError, ProviderError, SaveFailedE
 from megatron_datastates.mcore import dataloader
 from megatron_datastates.mcore import providers as mcore_providers
 from megatron_datastates.mcore.dataloader import LoopDataLoader
+from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.loading.restoring import PrefixReader
 from megatron_datastates.providers import DataLoaderState
@@ -226,6 +227,26 @@ def test_a_run_that_restarts_before_its_first_checkpoint_attaches_its_loader_aga
     assert [entry.value for entry in loop.entries()] == ["second"]
     with pytest.raises(ProviderError, match="a data loader is attached already"):
         loop.attach(Plain(), strict=True, restore=True)
+
+
+@pytest.mark.parametrize(("name", "is_resume"), [("iter_0000003", True), ("release", False)])
+def test_a_release_is_no_run_to_resume(
+    name: str, is_resume: bool, loop: LoopDataLoader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Megatron takes its weights alone, and begins with iteration 0."""
+    noted: list[Any] = []
+    monkeypatch.setattr(dataloader, "LOOP", loop)
+    monkeypatch.setattr(loads, "note_load", lambda *facts: noted.append(facts))
+    arguments = types.SimpleNamespace(finetune=False)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
+
+    def original() -> tuple[int, int]:
+        state.current().directory = str(tmp_path / name)
+        assert state.current().restores_providers() == is_resume
+        return 0, 0
+
+    loads.wrap_load_checkpoint(original)()
+    assert bool(noted) == is_resume, "what follows a release has no ancestor"
 
 
 def test_a_loader_that_was_attached_before_the_load_stays_attached(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -29,6 +30,8 @@ from botocore.retries.standard import ExponentialBackoff
 
 import megatron_datastates as ds
 from megatron_datastates import stores
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import (
     CorruptDataError,
     NotACheckpointError,
@@ -38,6 +41,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.mcore.load import opening
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -147,6 +151,43 @@ def test_only_what_is_needed_is_read(store: ObjectStore, tmp_path: Path) -> None
         "a block, a footer and an index's section"
     )
     assert not store.requests["GET list"]
+
+
+def test_what_several_ranks_of_a_node_read_is_fetched_with_what_lies_beside_it(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    checkpoint = Checkpoint.open(nodes.directory(1), OPTIONS)
+    checkpoint.require([0, 1])
+    store.requests.clear()
+    halves = [torch.zeros(ELEMENTS // 2) for _ in range(2)]
+    reads = [
+        read
+        for n, half in enumerate(halves)
+        for read in checkpoint.plan_into("w1", (n * (ELEMENTS // 2),), half.shape, half, n == 1)
+    ]
+    before = checkpoint.costs.bytes_read
+    checkpoint.read(reads)
+    assert checkpoint.costs.bytes_read - before == checkpoint.footer(1).data_bytes, (
+        "an object has no page cache"
+    )
+    assert bits(torch.cat(halves)) == bits(random_tensor(torch.float32, (ELEMENTS,), 2))
+
+
+def test_another_save_in_a_directory_of_a_store_is_what_megatrons_next_load_reads(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    directory = nodes.directory(1)
+    first = opening.open_checkpoint(directory).manifest
+    other = msgspec.structs.replace(first, created="2001-01-01T00:00:00+00:00")
+    assert len(other.encode()) == len(first.encode())
+    write_whole(directory / MANIFEST_NAME, other.encode(), Faults(""), other.save_id)
+    assert opening.open_checkpoint(directory).manifest.created == other.created
 
 
 def abandon(nodes: FarNodes) -> None:

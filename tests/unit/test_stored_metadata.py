@@ -182,6 +182,15 @@ def test_keys_that_other_ranks_of_the_node_request_too():
     assert keys_read_beside(everyone, ranks, 6, 8) == {"same"}
 
 
+def test_offsets_of_tensors_that_ranks_request_may_be_lists():
+    """Megatron loads such tensors, which a program has made itself."""
+    items = [
+        ShardedTensor("own", torch.zeros(4), torch.float32, (4,), (4,), offset, (1,))
+        for offset in ([0], (0,))
+    ]
+    assert keys_read_beside([[item] for item in items], [0, 1], 0, 2) == {"own"}
+
+
 def test_a_planner_that_resolves_to_a_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
     ds.save({"w": torch.arange(64.0)}, tmp_path)
     memory = torch.zeros(64)

@@ -98,7 +98,8 @@ class Agreement:
         self.failure: Failure | None = None
         self.is_over = False  # or, within an exchange, interrupted: this rank makes no call of its own
         self.save_id: SaveId | None = None  # of what this rank has opened
-        self.keys_read_beside: frozenset[str] = frozenset()  # by other ranks of this node, and by this one
+        # By other ranks of this node, and by this one; None: not known.
+        self.keys_read_beside: frozenset[str] | None = frozenset() if is_parallel else None
         self.is_parallel = is_parallel
         self._directory, self._group = directory, group
         self._gathers = gathers  # whether Megatron gathers metadata in this load

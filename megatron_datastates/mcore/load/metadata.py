@@ -42,7 +42,8 @@ def keys_read_beside(
     mine: set[tuple[Any, ...]] = set()
     for number, items in zip(ranks, gathered, strict=True):
         if number // local_ranks == rank // local_ranks:
-            shards = {(i.key, i.global_offset, i.local_shape) for i in items if isinstance(i, ShardedTensor)}
+            tensors = [item for item in items if isinstance(item, ShardedTensor)]
+            shards = {(one.key, tuple(one.global_offset), tuple(one.local_shape)) for one in tensors}
             (mine if number == rank else beside).update(shards)
     alone = {key for key, *_ in mine - beside}
     return frozenset(key for key, *_ in mine if key not in alone)

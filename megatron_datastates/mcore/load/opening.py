@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import any_path
+from megatron_datastates.files import any_path, is_object
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
@@ -60,18 +61,20 @@ def _open(directory: str | os.PathLike[str], options: Options) -> tuple[Checkpoi
     from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.pipeline.loading.load import Checkpoint
 
-    try:
-        manifest = (any_path(directory).absolute() / MANIFEST_NAME).stat()
-        key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
-    except OSError:
-        key = None  # Checkpoint.open raises an error that says what is wrong
+    key = None
+    path = any_path(directory).absolute() / MANIFEST_NAME
+    if not is_object(path):  # the status of an object does not distinguish it from one of another save
+        with contextlib.suppress(OSError):  # Checkpoint.open raises an error that says what is wrong
+            manifest = path.stat()
+            key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
     checkpoint = _opened.get(key) if key is not None else None
     if checkpoint is not None:
         return checkpoint, True
     with load_errors():
         checkpoint = Checkpoint.open(directory, options)
     _opened.clear()
-    _opened[key] = checkpoint
+    if key is not None:
+        _opened[key] = checkpoint
     return checkpoint, False
 
 

@@ -23,7 +23,8 @@ class DataStatesReader(CheckpointReader):
 
     def is_read_beside(self, item: ReadItem) -> bool:
         agreement = state.current().agreement
-        return agreement is not None and item.storage_index.fqn in agreement.keys_read_beside
+        keys = None if agreement is None else agreement.keys_read_beside
+        return super().is_read_beside(item) if keys is None else item.storage_index.fqn in keys
 
     def hidden_names(self) -> list[str]:
         return [provider.name for provider in self.checkpoint.manifest.providers if provider.name]

@@ -51,7 +51,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         FENCE.wait("a load")
         purpose = parameters.of_call(args, kwargs).get("load_arg", "load")
-        facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
+        facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _has_resumed(purpose)}
         _expect_loader(purpose)
         _bring_home(purpose)
         _require_chosen(purpose)
@@ -59,7 +59,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 with _shards_at_once():
                     result = original(*args, **kwargs)
-                if _is_resume(purpose):
+                if _has_resumed(purpose):
                     _restore_after_dcp(load)
                     note_load(load.directory, result, _manifest_of(load))
                 _require_loader()
@@ -189,8 +189,8 @@ def _require_chosen(purpose: str) -> None:
     if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
         return
     run = path_of(args.load)
-    if _non_persistent(args) is not None or is_object(run):
-        return
+    if getattr(args, "non_persistent_ckpt_type", None) is not None or is_object(run):
+        return  # a non-persistent checkpoint of that iteration or a later one is loaded in its place
     collectives = Collectives()
     problem = _problem_of_chosen(run, wanted) if collectives.rank == 0 else None
     if collectives.share_from_first(int(problem is not None)):
@@ -224,8 +224,14 @@ def _is_resume(purpose: str) -> bool:
     """Returns whether this load continues a run: not one of weights alone, nor of another model's."""
     from megatron.training.checkpointing import get_args
 
-    # Looked up late: load_checkpoint itself sets `finetune` for a release or pretrained checkpoint.
+    # Looked up late: load_checkpoint itself sets `finetune` for a pretrained checkpoint.
     return purpose == "load" and not getattr(get_args(), "finetune", False)
+
+
+def _has_resumed(purpose: str) -> bool:
+    """Returns the same of an open load, which may have found a `release`: Megatron takes weights from it."""
+    directory = state.current().directory
+    return _is_resume(purpose) and (directory is None or any_path(directory).name != RELEASE_NAME)
 
 
 def _options() -> Options:

@@ -30,7 +30,7 @@ from megatron_datastates.errors import (
     MissingKeyError,
     StorageError,
 )
-from megatron_datastates.files import OBJECT_BYTES, path_of
+from megatron_datastates.files import OBJECT_BYTES, is_object, path_of
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
@@ -50,7 +50,13 @@ from megatron_datastates.pipeline.runs.opening import (
 from megatron_datastates.pipeline.runs.runs import require_counts
 from megatron_datastates.plan.boxes import checked_slice, first_overlap
 from megatron_datastates.plan.frames import FramedBox
-from megatron_datastates.plan.reads import BoxReads, ScheduledRead, gather_spans, plan_slice
+from megatron_datastates.plan.reads import (
+    BoxReads,
+    ScheduledRead,
+    apart_from_direct,
+    gather_spans,
+    plan_slice,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -205,13 +211,14 @@ class Checkpoint:
         if not boxes:
             return
         spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
-        flags = np.array([item.through_cache for item in items], np.uint64)
-        ways = spans.files * np.uint64(2) + np.repeat(flags, [len(box.offsets) for box in boxes])
+        with self.costs.timing("opening"):
+            self.require(np.unique(spans.files).tolist())
+        asked = [item.through_cache and self._may_differ(item) for item in items]
+        cached = np.repeat(np.array(asked, np.bool_), [len(box.offsets) for box in boxes])
+        ways = spans.files * np.uint64(2) + apart_from_direct(spans, cached)
         sources_read, places = np.unique(ways, return_inverse=True)
         files = sources_read // np.uint64(2)
         through_cache = set(np.flatnonzero(sources_read % np.uint64(2)).tolist())
-        with self.costs.timing("opening"):
-            self.require(files.tolist())
         footers = [self.footer(file) for file in files.tolist()]
         sources = [
             (self.file_path(file), footer) for file, footer in zip(files.tolist(), footers, strict=True)
@@ -227,12 +234,16 @@ class Checkpoint:
             return self._read_plain(items, reader)
         self.costs.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
-            bad = [(int(files[n]), block) for n, block in outcome.bad_blocks]
+            bad = sorted({(int(files[n]), block) for n, block in outcome.bad_blocks})
             corrupt = CorruptDataError(describe_blocks(self, bad))
             if not self._leave_near([file for file, _ in bad], corrupt):
                 raise corrupt
             self._read_plain(items, reader)
         return None
+
+    def _may_differ(self, item: ScheduledRead) -> bool:
+        """Returns whether reading through the page cache is another way than how its file is read."""
+        return self._options.direct_io and not is_object(self.file_path(item.reads.file))
 
     def new_reader(self) -> Reader:
         """Returns a reader for several reads of one load."""
