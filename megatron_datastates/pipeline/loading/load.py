@@ -213,8 +213,10 @@ class Checkpoint:
         spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
         with self.costs.timing("opening"):
             self.require(np.unique(spans.files).tolist())
-        asked = [item.through_cache and self._may_differ(item) for item in items]
-        cached = np.repeat(np.array(asked, np.bool_), [len(box.offsets) for box in boxes])
+        # Without direct I/O everything is, and objects are fetched. To open them twice would gain nothing.
+        may_differ = self._options.direct_io and not is_object(self.directory)
+        asked = np.array([may_differ and item.through_cache for item in items], np.bool_)
+        cached = np.repeat(asked, [len(box.offsets) for box in boxes])
         ways = spans.files * np.uint64(2) + apart_from_direct(spans, cached)
         sources_read, places = np.unique(ways, return_inverse=True)
         files = sources_read // np.uint64(2)
@@ -240,10 +242,6 @@ class Checkpoint:
                 raise corrupt
             self._read_plain(items, reader)
         return None
-
-    def _may_differ(self, item: ScheduledRead) -> bool:
-        """Returns whether reading through the page cache is another way than how its file is read."""
-        return self._options.direct_io and not is_object(self.file_path(item.reads.file))
 
     def new_reader(self) -> Reader:
         """Returns a reader for several reads of one load."""
