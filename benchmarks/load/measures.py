@@ -90,7 +90,7 @@ class Checkpoints:
         """Loads a case, with cold caches where dropping them is permitted."""
         stored, wanted = CASES[case]
         directory = self.saved(stored, backend)
-        disk.drop_caches()
+        disk.drop_caches(Path(directory))
         return self.world(wanted.ranks).do(Job("load", directory, wanted, self.model, check=check))
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def measure_optimizer(checkpoints: Checkpoints, repeats: int) -> tuple[Result, l
         backend, stored, wanted = OPTIMIZERS[name]
         directory = checkpoints.optimizer(stored, backend)
         ranks: list[RankResult]
-        disk.drop_caches()
+        disk.drop_caches(Path(directory))
         job = Job("load", directory, Sharding(), checkpoints.model, check=name not in last, optimizer=wanted)
         ranks = last[name] = checkpoints.world(wanted.ranks).do(job)
         return 1 / max(rank.seconds for rank in ranks)
