@@ -100,7 +100,7 @@ def drop_caches(directory: Path | None = None) -> bool:
     Args:
         directory: what is going to be read. As much memory is written to and freed: the host of a virtual
             machine may take back free memory within seconds, and then a page of a file's cache costs
-            10 microseconds (measured on the machine of load.json).
+            10 microseconds (DIARY.md, 11-27).
     """
     os.sync()
     try:

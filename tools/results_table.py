@@ -57,6 +57,7 @@ def load(found: Results) -> Iterator[Row]:
     rates, peaks = loads["gb_per_s"], loads["peak_mib_beyond_targets"]
     for case, text in (
         ("plain", "load, 2 ranks"),
+        ("the same on 2 ranks", "load, the same weights on 2 ranks"),
         ("TP 4 to 2", "load, tensor parallel 4 to 2"),
         ("optimizer buckets, DP 2 to 3", "load, optimizer state, data parallel 2 to 3"),
     ):
