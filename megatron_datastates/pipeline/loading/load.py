@@ -212,7 +212,7 @@ class Checkpoint:
             return
         spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
         with self.costs.timing("opening"):
-            self.require(np.unique(spans.files).tolist())
+            self.require({box.file for box in boxes})
         # Without direct I/O everything is, and objects are fetched. To open them twice would gain nothing.
         may_differ = self._options.direct_io and not is_object(self.directory)
         asked = np.array([may_differ and item.through_cache for item in items], np.bool_)
