@@ -213,7 +213,8 @@ class Checkpoint:
         spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
         with self.costs.timing("opening"):
             self.require({box.file for box in boxes})
-        # Without direct I/O everything is, and objects are fetched. To open them twice would gain nothing.
+        # Without direct I/O all reads go through the page cache, and objects in stores never do: there is
+        # one way only, and a second source for the same file would gain nothing.
         may_differ = self._options.direct_io and not is_object(self.directory)
         asked = np.array([may_differ and item.through_cache for item in items], np.bool_)
         cached = np.repeat(asked, [len(box.offsets) for box in boxes])
