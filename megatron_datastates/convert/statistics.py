@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import torch  # here: threads read tensors, and two that import a package at once may find half of it
+
+from megatron_datastates.convert.drift import KINDS, raw_bytes
+from megatron_datastates.engine.native import summarize_numbers
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_datastates.convert.contents import Content
 
 PART_BYTES = 16 << 20  # of a tensor, read in one go
@@ -50,11 +52,6 @@ class Statistics:
 
     def add(self, values: torch.Tensor) -> None:
         """Adds elements to the statistics."""
-        import torch  # here, so that commands that only look need none
-
-        from megatron_datastates.convert.drift import KINDS, raw_bytes
-        from megatron_datastates.engine.native import summarize_numbers
-
         if values.dtype not in KINDS:
             values = values.to(torch.complex128).abs() if values.is_complex() else values.to(torch.float64)
         finite, nans, low, high, total, squares = summarize_numbers(KINDS[values.dtype], raw_bytes(values))
