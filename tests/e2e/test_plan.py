@@ -22,6 +22,7 @@ EXPERTS = shlex.split(
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 VPP2 = ["--num-virtual-stages-per-pipeline-rank", "2"]
 EP2 = ["--expert-model-parallel-size", "2"]
+BIASED_EXPERTS = shlex.split("--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather")
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
 
@@ -48,6 +49,7 @@ def planned(arguments: list[str]) -> Plan:
         ["--position-embedding-type", "learned_absolute", "--max-position-embeddings", "1024", *TP2],
         [*EXPERTS, *EP2],
         [*EXPERTS, *PP2],
+        [*BIASED_EXPERTS, *EP2],
         [*EXPERTS, *PP2, *VPP2, "--moe-layer-freq", "2"],
         ["--position-embedding-type", "learned_absolute", "--use-rotary-position-embeddings"],
         ["--quick-geglu", "--attention-output-gate", *TP2],
