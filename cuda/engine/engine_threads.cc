@@ -86,7 +86,7 @@ bool Engine::TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) 
 }
 
 void Engine::StageLoop() {
-  NameThread("ds-stage");
+  BeginThread("ds-stage");
   YieldToWakers();
   MutexLock lock(mutex_);
   NoteBegin(&staging_);
@@ -248,7 +248,7 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
 }
 
 void Engine::AwaitLoop() {
-  NameThread("ds-await");
+  BeginThread("ds-await");
   YieldToWakers();
   MutexLock lock(mutex_);
   NoteBegin(&awaiting_);
@@ -287,7 +287,7 @@ void Engine::Await(CopiedChunk* copied) {
 }
 
 void Engine::WriteLoop() {
-  NameThread("ds-write");
+  BeginThread("ds-write");
   YieldToWakers();
   MutexLock lock(mutex_);
   NoteBegin(&writing_);

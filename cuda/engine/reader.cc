@@ -85,7 +85,7 @@ ReadJob::Result ReadJob::result() const {
 }
 
 void ReadJob::Work() {
-  NameThread("ds-read");
+  BeginThread("ds-read");
   try {
     if (copier_) copier_->EnterThread();
     BindThread(node_);

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 
 #include <algorithm>
 
@@ -9,7 +10,13 @@
 
 namespace datastates {
 
-void NameThread(const char* name) noexcept { pthread_setname_np(pthread_self(), name); }
+void BeginThread(const char* name) noexcept {
+  pthread_setname_np(pthread_self(), name);
+  sigset_t left;
+  sigfillset(&left);
+  for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS, SIGABRT}) sigdelset(&left, own);
+  pthread_sigmask(SIG_BLOCK, &left, nullptr);
+}
 
 void YieldToWakers() noexcept {
   const sched_param none{};

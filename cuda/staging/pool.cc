@@ -133,7 +133,7 @@ void SlotPool::Return(uint8_t* data) noexcept {
 }
 
 void SlotPool::Work() {
-  NameThread("ds-pool");
+  BeginThread("ds-pool");
   MutexLock lock(mutex_);
   while (!stop_) {
     if (Segment* const unlocked = FindUnlocked()) {

@@ -73,8 +73,10 @@ def _finish(
     deliver: Callable[[Path, int, ReadSpans], None],
     progress: Callable[[int], None],
 ) -> int:
-    window, future = waiting.popleft()
-    with contextlib.closing(future.result()) as held:
+    window, future = waiting[0]
+    held = future.result()  # if this is interrupted, the caller closes it
+    waiting.popleft()
+    with contextlib.closing(held):
         deliver(held.path, window.file, window.spans.of_file(0))
     count = sum(end - begin for begin, end in window.pieces)
     progress(count)

@@ -59,6 +59,17 @@ def opened(path: Path) -> Checkpoint:
 # -- reading ----------------------------------------------------------------------------------------------
 
 
+def test_where_no_thread_can_be_started_the_caller_reads_footers_and_decodes(directory, monkeypatch):
+    def fail(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    checkpoint = opened(directory)
+    checkpoint.require(range(len(checkpoint.manifest.files)))
+    found = checkpoint.read_tensors((key, None, None) for key in TENSORS)
+    assert list(map(bits, found)) == list(map(bits, TENSORS.values()))
+
+
 @pytest.mark.parametrize("key", TENSORS)
 def test_whole_tensors_are_read_bit_for_bit(directory, key):
     found = opened(directory).read_tensor(key)

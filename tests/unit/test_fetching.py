@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import sys
+import threading
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_datastates.config import MIB
+from megatron_datastates.engine import fetching
 from megatron_datastates.engine.fetching import read_through_windows
 from megatron_datastates.errors import StorageError
 from megatron_datastates.plan.reads import ReadSpans
 from tests.support.descriptors import open_files
 
 
-def test_an_object_larger_than_files_may_be_is_named_and_nothing_stays_open() -> None:
+def one_byte() -> ReadSpans:
     def words(value: int) -> np.ndarray:
         return np.array([value], np.uint64)
 
-    spans = ReadSpans(
+    return ReadSpans(
         files=words(0),
         offsets=words(0),
         rows=words(1),
@@ -29,11 +35,33 @@ def test_an_object_larger_than_files_may_be_is_named_and_nothing_stays_open() ->
         target_steps=words(1),
         on_device=np.array([False]),
     )
+
+
+def test_an_object_larger_than_files_may_be_is_named_and_nothing_stays_open() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
     try:
         with pytest.raises(StorageError, match="data file object cannot be read: File too large"):
-            read_through_windows([(Path("object"), 8 * MIB)], spans, lambda *_: None, lambda _: None)
+            read_through_windows([(Path("object"), 8 * MIB)], one_byte(), lambda *_: None, lambda _: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert open_files(Path("/memfd:datastates-window")) == []
+
+
+def test_an_interrupted_read_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, reader = threading.Event(), threading.get_ident()
+
+    def is_awaited() -> bool:
+        return any(frame.name == "result" for frame in traceback.extract_stack(sys._current_frames()[reader]))
+
+    def read_late(path: Path, offset: int, count: int) -> bytes:
+        while not is_awaited():
+            is_over.wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        is_over.wait(0.5)
+        return bytes(count)
+
+    monkeypatch.setattr(fetching.stores, "read", read_late)
+    with pytest.raises(KeyboardInterrupt):
+        read_through_windows([(Path("object"), 8 * MIB)], one_byte(), lambda *_: None, lambda _: None)
     assert open_files(Path("/memfd:datastates-window")) == []

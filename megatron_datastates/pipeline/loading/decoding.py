@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,13 +97,24 @@ def read_framed(
                 )
                 _await(before)  # so that no more than two batches are in memory
                 pairs = zip(batch, buffers, strict=True)
-                before = [pool.submit(deliveries.make, window, buffer) for window, buffer in pairs]
+                before = [_begin(pool, functools.partial(deliveries.make, *pair)) for pair in pairs]
                 del buffers
             _await(before)
         except BaseException:
             deliveries.end()
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _begin(pool: ThreadPoolExecutor, make: Callable[[], None]) -> Future[None]:
+    """Has a thread of the pool make a delivery, or makes it where none can be started."""
+    try:
+        return pool.submit(make)
+    except RuntimeError:  # such as while the interpreter ends. A thread that runs may make it, too: no harm
+        make()
+        made: Future[None] = Future()
+        made.set_result(None)
+        return made
 
 
 def _await(decoding: Iterable[Future[None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -180,13 +181,15 @@ class Checkpoint:
     def require(self, files: Iterable[int]) -> None:
         """Reads the footers of these data files: a missing or truncated file raises here."""
         unknown = sorted(set(files) - self._footers.keys())
-        if len(unknown) < 2:
-            for file in unknown:
-                self.footer(file)
-            return
-        with ThreadPoolExecutor(min(_FOOTER_THREADS, len(unknown))) as pool:
-            for _ in pool.map(self.footer, unknown):
-                pass
+        if len(unknown) > 1:
+            # RuntimeError: no thread can be started, such as while the interpreter ends.
+            with (
+                contextlib.suppress(RuntimeError),
+                ThreadPoolExecutor(min(_FOOTER_THREADS, len(unknown))) as pool,
+            ):
+                list(pool.map(self.footer, unknown))
+        for file in unknown:
+            self.footer(file)
 
     def read(self, scheduled: Iterable[ScheduledRead], reader: Reader | None = None) -> None:
         """Executes reads in one pass over the files; a missing file raises before any data moves.
