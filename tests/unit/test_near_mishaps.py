@@ -46,6 +46,21 @@ def restart(nodes: Nodes, run_id: int = OTHER_RUN) -> None:
         saver.session._run_id, saver.session._ordinal = run_id, 0
 
 
+def test_what_is_not_trained_is_stored_once_in_save_too(tmp_path: Path) -> None:
+    """The save before has left the near tier by then, as always where it is far and one is kept."""
+    nodes = Nodes(tmp_path, link_from=MIB)
+    for iteration in (1, 2, 3):
+        shards = [Shards(rank, adapter_of(iteration)) for rank in (0, 1)]
+        nodes.ranks.save(nodes.directory(iteration), shards)
+        kept = [nodes.directory(iteration).name]
+        eventually(lambda kept=kept: nodes.kept(0) == nodes.kept(1) == kept)
+    nodes.close()
+    for rank in (0, 1):
+        files = {path.stat().st_ino for path in nodes.run.glob(f"iter_*/data-{rank:05d}.1-*")}
+        assert len(files) == 1
+    assert all(verify(nodes.directory(iteration)).good for iteration in (1, 2, 3))
+
+
 # -- restarts within the process ----------------------------------------------------------------------------
 
 

@@ -80,6 +80,7 @@ class Drain:
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
         # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
+        self._copied_to: list[Path] = []  # the directory that the last save was copied to, near or not by now
         self._may_evict = False  # something has changed since room was made
         self._notes = JobNotes()
         self._room = Room(options.near_keep)
@@ -280,6 +281,7 @@ class Drain:
                 return
             self._rest(save.attempts)
             return
+        self._copied_to = [save.far]
         with self._lock:
             self._to_copy.remove(save)
             self._may_evict = True  # earlier ones may have become far meanwhile
@@ -327,10 +329,11 @@ class Drain:
         assert save.near is not None
         target = save.far / file.name
         if file.save_id:  # of an earlier save: it may be in the directory of that one
-            for earlier in reversed([kept for kept in self._kept if kept.save_id != save.save_id]):
+            kept = [one.far for one in reversed(self._kept) if one.save_id != save.save_id]
+            for earlier in [*self._copied_to, *kept]:
                 with contextlib.suppress(OSError):
                     save.far.mkdir(parents=True, exist_ok=True)
-                    _link(earlier.far / file.name, target)
+                    _link(earlier / file.name, target)
                     break
 
         def moved(count: int) -> None:
