@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repai
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
-from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_two_files_a_rank import Shards, adapter_of
 
 SECONDS = 30.0
@@ -98,6 +98,30 @@ def test_nodes_agree_on_which_save_is_drained_after_one_has_joined_in_a_restart(
     eventually(lambda: nodes.is_far(2))
     nodes.close()
     assert not nodes.is_far(1)
+
+
+def test_what_restarts_within_the_process_have_interrupted_leaves_the_near_tier(tmp_path: Path) -> None:
+    """A manifest may name its files already, so the save itself leaves them."""
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    for iteration, run_id in ((10, 0xB), (20, 0xC)):
+        interrupted = [
+            saver.start(nodes.directory(iteration), state, far_published=nodes.ranks.note_far)
+            for saver, state in zip(nodes.ranks.savers, states_of(iteration), strict=True)
+        ]
+        while not all(save._publishing for save in interrupted):
+            for save in reversed(interrupted):
+                save.poll()
+        for save in interrupted:
+            save.abandon("torch.distributed was initialized anew")
+            assert save.poll() is Outcome.FAILED
+        restart(nodes, run_id)
+        nodes.save(iteration - 5)
+        nodes.save(iteration - 4)
+    kept = [nodes.directory(16).name]
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == kept)
+    nodes.close()
+    nodes.check(16)
 
 
 def test_the_tracker_follows_the_order_in_which_saves_began(
