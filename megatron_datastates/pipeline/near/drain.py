@@ -345,11 +345,14 @@ class Drain:
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _publish_what_is_complete(self) -> None:
-        # With one that is tried again, all are: else the tracker would name an older one for a while.
+        # With one that is tried again, all are, and older ones wait for it: else the tracker would name an
+        # older one for a while, as if somebody had set it back (holdings.py).
         is_time = any(map(self._is_to_be_tried_again, self._to_publish))
         due = [save for save in self._to_publish if is_time or not save.attempts]
         # The newest is looked at first, so that files that arrive meanwhile cannot change the order.
         complete = [save for save in reversed(due) if self._is_complete(save)]
+        failed = max((n for n, save in enumerate(self._to_publish) if save.attempts), default=-1)
+        complete = [save for save in complete if is_time or self._to_publish.index(save) > failed]
         if complete:
             self._write_new_notes()  # the list of jobs says which of two saves is the later one
         for save in reversed(complete):
