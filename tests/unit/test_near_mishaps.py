@@ -46,8 +46,12 @@ def restart(nodes: Nodes, run_id: int = OTHER_RUN) -> None:
         saver.session._run_id, saver.session._ordinal = run_id, 0
 
 
-def test_what_is_not_trained_is_stored_once_in_save_too(tmp_path: Path) -> None:
+def test_what_is_not_trained_is_stored_once_in_save_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The save before has left the near tier by then, as always where it is far and one is kept."""
+    synced: list[Path] = []
+    monkeypatch.setattr(drain, "sync_directory", synced.append, raising=False)
     nodes = Nodes(tmp_path, link_from=MIB)
     for iteration in (1, 2, 3):
         shards = [Shards(rank, adapter_of(iteration)) for rank in (0, 1)]
@@ -58,7 +62,26 @@ def test_what_is_not_trained_is_stored_once_in_save_too(tmp_path: Path) -> None:
     for rank in (0, 1):
         files = {path.stat().st_ino for path in nodes.run.glob(f"iter_*/data-{rank:05d}.1-*")}
         assert len(files) == 1
+    assert sorted(synced) == [nodes.directory(iteration) for iteration in (2, 2, 3, 3)]
     assert all(verify(nodes.directory(iteration)).good for iteration in (1, 2, 3))
+
+
+def test_a_copy_that_is_a_link_is_durable_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    synced: list[tuple[str, bool]] = []
+
+    def sync(folder: Path) -> None:
+        names = [path.name for path in folder.glob("data-*.1-*")]
+        synced.append((folder.name, len(names) == 2))
+
+    monkeypatch.setattr(replicas, "sync_directory", sync, raising=False)
+    nodes = Nodes(tmp_path, link_from=MIB, near_replicas=1)
+    for iteration in (1, 2):
+        nodes.ranks.save(nodes.directory(iteration), [Shards(rank, adapter_of(iteration)) for rank in (0, 1)])
+    assert synced == [("iter_0000002", True)] * 2
+    nodes.close()
 
 
 # -- restarts within the process ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
-from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.atomic_files import sync_directory, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
@@ -472,6 +472,7 @@ def _link(source: Path, target: Path) -> None:
         stores.copy(source, target)
     else:
         os.link(source, target)
+        sync_directory(target.parent)
 
 
 def _names(saves: Sequence[NearSave]) -> str:
