@@ -301,6 +301,27 @@ def load_chosen(runs: list[str], forbidden_rank: int, folder: str) -> None:
     report(folder, found=found)
 
 
+def load_with_near_tiers(run: str, tiers: list[str], folder: str) -> None:
+    """Calls our `load_checkpoint` where each node's environment names its near tier, or none."""
+    from megatron.training import global_vars
+
+    from megatron_datastates.mcore.training.load import wrap_load_checkpoint
+
+    rank, _ = join()
+    global_vars._GLOBAL_ARGS = SimpleNamespace(load=run, ckpt_backend="datastates", finetune=False)
+    os.environ |= {"MEGATRON_DATASTATES_NEAR": tiers[rank], "EMPTY": ""}
+
+    def original() -> tuple[int, int]:
+        dist.barrier()  # stands for Megatron's first collective call
+        return 0, 0
+
+    try:
+        found: Any = wrap_load_checkpoint(original)()
+    except DataStatesError as error:
+        found = f"{type(error).__name__}: {error}"
+    report(folder, found=found)
+
+
 def look_at_format(root: str, folder: str) -> None:
     """Calls our `_load_base_checkpoint` where one rank cannot look into the directory."""
     from megatron_datastates.mcore.training.load import (

@@ -110,6 +110,22 @@ def test_a_run_that_rank_0_may_not_read_fails_on_all_ranks(world: World, runs: l
     assert "Permission denied" in text
 
 
+def test_a_node_whose_environment_lacks_a_near_tier_takes_part(world: World, tmp_path: Path) -> None:
+    tiers = [str(tmp_path / "near"), ""]
+    for order in (tiers, tiers[::-1]):
+        found = world.run("loading_ranks:load_with_near_tiers", tmp_path / "run", order)
+        assert [one["found"] for one in found] == [[0, 0], [0, 0]]
+
+
+def test_a_near_tier_that_is_none_on_one_node_fails_on_all_ranks(world: World, tmp_path: Path) -> None:
+    tiers = [str(tmp_path / "near"), "$EMPTY"]
+    found = world.run("loading_ranks:load_with_near_tiers", tmp_path / "run", tiers)
+    assert found[0] == found[1]
+    assert found[0]["found"].startswith(
+        "StorageError: rank 1: the near tier $EMPTY (--datastates-near) is an"
+    )
+
+
 def test_a_directory_that_one_rank_cannot_list_fails_on_all_ranks(world: World, tmp_path: Path) -> None:
     """That rank cannot see whose it is; the arguments of the run select our format."""
     for rank in world.run("loading_ranks:look_at_format", tmp_path / "gone"):

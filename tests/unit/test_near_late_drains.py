@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -368,6 +370,39 @@ def test_saves_that_could_not_be_published_are_tried_again_together(
     failed[0].failed_at = -math.inf
     eventually(lambda: tracked(nodes) == 3)  # a kill before would have left it at 2
     nodes.close()
+
+
+def test_a_save_whose_files_come_late_waits_for_the_attempt_of_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracker that named it meanwhile would be newer than the later one, as if it had been set back."""
+    monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
+    nodes = with_tracker(Nodes(tmp_path, {}, {"faults": "drain write:0:EIO"}))
+    write, has_room = training_near.write_whole, threading.Event()
+
+    def full(path: Path, *more: Any) -> None:
+        if not has_room.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, *more)
+
+    def arrive(iteration: int) -> None:
+        (file,) = nodes.near(1, iteration).glob("data-00001-*")
+        shutil.copy(file, nodes.directory(iteration))
+
+    monkeypatch.setattr(training_near, "write_whole", full)
+    nodes.save(1)
+    nodes.save(2)
+    waiting = first_drain(nodes)._to_publish
+    eventually(lambda: len(waiting) == 2)
+    arrive(2)
+    eventually(lambda: [save.attempts for save in waiting] == [0, 1])
+    has_room.set()
+    arrive(1)
+    time.sleep(4 * drain._LOOK_SECONDS)
+    assert nodes.is_far(2) and not nodes.is_far(1) and tracked(nodes) is None
+    waiting[1].failed_at = -math.inf
+    eventually(lambda: nodes.is_far(1) and tracked(nodes) == 2)
+    abandon(nodes)
 
 
 def test_a_save_that_lacks_files_does_not_end_the_pauses_of_others(

@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repai
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
-from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_two_files_a_rank import Shards, adapter_of
 
 SECONDS = 30.0
@@ -44,6 +44,44 @@ def restart(nodes: Nodes, run_id: int = OTHER_RUN) -> None:
     """Does what a session does when torch.distributed was initialized anew in the same process."""
     for saver in nodes.ranks.savers:
         saver.session._run_id, saver.session._ordinal = run_id, 0
+
+
+def test_what_is_not_trained_is_stored_once_in_save_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save before has left the near tier by then, as always where it is far and one is kept."""
+    synced: list[Path] = []
+    monkeypatch.setattr(drain, "sync_directory", synced.append, raising=False)
+    nodes = Nodes(tmp_path, link_from=MIB)
+    for iteration in (1, 2, 3):
+        shards = [Shards(rank, adapter_of(iteration)) for rank in (0, 1)]
+        nodes.ranks.save(nodes.directory(iteration), shards)
+        kept = [nodes.directory(iteration).name]
+        eventually(lambda kept=kept: nodes.kept(0) == nodes.kept(1) == kept)
+    nodes.close()
+    for rank in (0, 1):
+        files = {path.stat().st_ino for path in nodes.run.glob(f"iter_*/data-{rank:05d}.1-*")}
+        assert len(files) == 1
+    assert sorted(synced) == [nodes.directory(iteration) for iteration in (2, 2, 3, 3)]
+    assert all(verify(nodes.directory(iteration)).good for iteration in (1, 2, 3))
+
+
+def test_a_copy_that_is_a_link_is_durable_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    synced: list[tuple[str, bool]] = []
+
+    def sync(folder: Path) -> None:
+        names = [path.name for path in folder.glob("data-*.1-*")]
+        synced.append((folder.name, len(names) == 2))
+
+    monkeypatch.setattr(replicas, "sync_directory", sync, raising=False)
+    nodes = Nodes(tmp_path, link_from=MIB, near_replicas=1)
+    for iteration in (1, 2):
+        nodes.ranks.save(nodes.directory(iteration), [Shards(rank, adapter_of(iteration)) for rank in (0, 1)])
+    assert synced == [("iter_0000002", True)] * 2
+    nodes.close()
 
 
 # -- restarts within the process ----------------------------------------------------------------------------
@@ -83,6 +121,30 @@ def test_nodes_agree_on_which_save_is_drained_after_one_has_joined_in_a_restart(
     eventually(lambda: nodes.is_far(2))
     nodes.close()
     assert not nodes.is_far(1)
+
+
+def test_what_restarts_within_the_process_have_interrupted_leaves_the_near_tier(tmp_path: Path) -> None:
+    """A manifest may name its files already, so the save itself leaves them."""
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    for iteration, run_id in ((10, 0xB), (20, 0xC)):
+        interrupted = [
+            saver.start(nodes.directory(iteration), state, far_published=nodes.ranks.note_far)
+            for saver, state in zip(nodes.ranks.savers, states_of(iteration), strict=True)
+        ]
+        while not all(save._publishing for save in interrupted):
+            for save in reversed(interrupted):
+                save.poll()
+        for save in interrupted:
+            save.abandon("torch.distributed was initialized anew")
+            assert save.poll() is Outcome.FAILED
+        restart(nodes, run_id)
+        nodes.save(iteration - 5)
+        nodes.save(iteration - 4)
+    kept = [nodes.directory(16).name]
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == kept)
+    nodes.close()
+    nodes.check(16)
 
 
 def test_the_tracker_follows_the_order_in_which_saves_began(

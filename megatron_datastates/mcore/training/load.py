@@ -156,11 +156,16 @@ def _bring_home(purpose: str) -> None:
     import torch.distributed as dist
     from megatron.training.checkpointing import get_args
 
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
+
     args = get_args()
     if not is_selected(args) or not _is_resume(purpose):
         return
+    if not getattr(args, "load", None) or not dist.is_initialized():
+        return
     options = _options()
-    if options.near and getattr(args, "load", None) and dist.is_initialized():
+    # The environment of a node may lack the option, and all ranks have to take part.
+    if Collectives().start_sum([int(bool(options.near))]).result()[0]:
         from megatron_datastates.pipeline.near.recovery import bring_home
 
         bring_home(path_of(args.load), options, logger.warning, wanted=_wanted(args))

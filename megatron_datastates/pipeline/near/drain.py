@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
-from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.atomic_files import sync_directory, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
@@ -80,6 +80,7 @@ class Drain:
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
         # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
+        self._copied_to: list[Path] = []  # the directory that the last save was copied to, near or not by now
         self._may_evict = False  # something has changed since room was made
         self._notes = JobNotes()
         self._room = Room(options.near_keep)
@@ -280,6 +281,7 @@ class Drain:
                 return
             self._rest(save.attempts)
             return
+        self._copied_to = [save.far]
         with self._lock:
             self._to_copy.remove(save)
             self._may_evict = True  # earlier ones may have become far meanwhile
@@ -327,10 +329,11 @@ class Drain:
         assert save.near is not None
         target = save.far / file.name
         if file.save_id:  # of an earlier save: it may be in the directory of that one
-            for earlier in reversed([kept for kept in self._kept if kept.save_id != save.save_id]):
+            kept = [one.far for one in reversed(self._kept) if one.save_id != save.save_id]
+            for earlier in [*self._copied_to, *kept]:
                 with contextlib.suppress(OSError):
                     save.far.mkdir(parents=True, exist_ok=True)
-                    _link(earlier.far / file.name, target)
+                    _link(earlier / file.name, target)
                     break
 
         def moved(count: int) -> None:
@@ -342,11 +345,14 @@ class Drain:
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _publish_what_is_complete(self) -> None:
-        # With one that is tried again, all are: else the tracker would name an older one for a while.
+        # With one that is tried again, all are, and older ones wait for it: else the tracker would name an
+        # older one for a while, as if somebody had set it back (holdings.py).
         is_time = any(map(self._is_to_be_tried_again, self._to_publish))
         due = [save for save in self._to_publish if is_time or not save.attempts]
         # The newest is looked at first, so that files that arrive meanwhile cannot change the order.
         complete = [save for save in reversed(due) if self._is_complete(save)]
+        failed = max((n for n, save in enumerate(self._to_publish) if save.attempts), default=-1)
+        complete = [save for save in complete if is_time or self._to_publish.index(save) > failed]
         if complete:
             self._write_new_notes()  # the list of jobs says which of two saves is the later one
         for save in reversed(complete):
@@ -466,6 +472,7 @@ def _link(source: Path, target: Path) -> None:
         stores.copy(source, target)
     else:
         os.link(source, target)
+        sync_directory(target.parent)
 
 
 def _names(saves: Sequence[NearSave]) -> str:

@@ -7,7 +7,7 @@ there, but for those that --save has, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_datastates.format.directory import iteration_in_name
@@ -24,24 +24,34 @@ class EarlierJobs:
 
     def __init__(self) -> None:
         self.is_far = False  # some save of this job. Threads set it, and never take it back
-        self._earlier: frozenset[int] | None = None  # run ids of these jobs
+        self._earlier = frozenset[int]()  # run ids of these jobs
+        self._own_run_id = 0
 
     def begin(self, run: Path, own_run_id: int) -> None:
-        """Notes which jobs have files in a run's folder in the near tier, once this one has, too."""
-        if self._earlier is None:
-            self._earlier = run_ids_in(run) - {own_run_id}
+        """Notes which jobs have files in a run's folder in the near tier, once this one has, too.
+
+        After a restart within the process, what it has saved before counts as another job's.
+        """
+        if own_run_id != self._own_run_id:
+            self._own_run_id, self._earlier = own_run_id, run_ids_in(run) - {own_run_id}
 
     def removable(
-        self, near: Path, far: Path, spare: Callable[[int], int], look: Callable[[], bool]
+        self,
+        near: Path,
+        far: Path,
+        kept: Collection[int],
+        spare: Callable[[int], int],
+        look: Callable[[], bool],
     ) -> list[_Folder]:
         """Returns the folders in which everything may go now, with the saves whose files these are.
 
         Args:
             near, far: the run's folder in the near tier, and its directory.
+            kept: run ids of saves of this process that are near: it removes these itself.
             spare: returns how many of that many published checkpoints need not stay.
             look: returns whether a save of this job is far.
         """
-        published, others = self._found(near)
+        published, others = self._found(near, self._earlier.difference(kept))
         if not published and not others:
             return []
         if not self.is_far and look():
@@ -53,7 +63,7 @@ class EarlierJobs:
             *(self._not_needed(published, near, far)[:count] if count else []),
         ]
 
-    def _found(self, run: Path) -> tuple[dict[int, _Folder], list[_Folder]]:
+    def _found(self, run: Path, earlier: Collection[int]) -> tuple[dict[int, _Folder], list[_Folder]]:
         """Returns published folders by iteration, and others.
 
         Folders with a file of any other job are not among them: it may still be running.
@@ -64,7 +74,7 @@ class EarlierJobs:
             for folder in folders_of_run(run):
                 iteration, ids = iteration_in_name(folder.name), save_ids_in(folder)
                 # One without files may belong to a save that has just begun.
-                if ids and all(save_id.run_id in (self._earlier or ()) for save_id in ids):
+                if ids and all(save_id.run_id in earlier for save_id in ids):
                     if iteration is not None and is_published(folder):
                         published[iteration] = folder, ids
                     else:

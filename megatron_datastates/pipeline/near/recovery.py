@@ -27,7 +27,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import is_first_of_node
-from megatron_datastates.errors import DataStatesError, StorageError, some_of
+from megatron_datastates.errors import DataStatesError, OptionError, StorageError, some_of
 from megatron_datastates.format.directory import (
     FILES_OF_TORCH_DIST,
     TRACKER_NAME,
@@ -142,7 +142,11 @@ class _Recovery:
     def __init__(self, run: Path, options: Options, wanted: int | None) -> None:
         self._run = run
         self._wanted = wanted
-        self._root = near_root(options.near)
+        self._root, self._refusal = Path(), ""  # for a node without the option
+        try:
+            self._root = near_root(options.near) if options.near else self._root
+        except OptionError as error:  # of this node's environment: the other ranks have to know
+            self._refusal = str(error)
         self._folder = near_run(self._root, run)
         self._faults = Faults(options.faults)
         # Without --datastates-drain-limit: no training needs the network, and the job waits for this.
@@ -157,6 +161,8 @@ class _Recovery:
         return self._collectives.share(self._while_polling(lambda: self._look(own, is_first)))
 
     def _node(self) -> int:
+        if self._root == Path():
+            return 0
         if "$" in os.fspath(self._root):
             if self.rank == 0 or is_first_of_node():
                 logger.warning(
@@ -175,6 +181,8 @@ class _Recovery:
 
     def _look(self, node: int, is_first: bool) -> Node:
         """Returns what this rank sees. Never raises: the other ranks wait for it."""
+        if self._refusal:
+            return Node(error=f"rank {self.rank}: {self._refusal}")
         try:
             require_readable_tracked(self._run)
             far = far_in(self._run, self._wanted) if self.rank == 0 else Far()

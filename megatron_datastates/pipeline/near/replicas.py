@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.atomic_files import appearing
+from megatron_datastates.engine.atomic_files import appearing, sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
 from megatron_datastates.errors import CorruptDataError, DataStatesError
@@ -288,11 +288,12 @@ class Replicas:
 
 
 def _link(target: Path, manifest: Manifest, file: FileEntry) -> bool:
-    """Links a file of an earlier save from where this node has it; returns whether it could."""
+    """Links a file of an earlier save, durably, from where this node has it; returns whether it could."""
     with contextlib.suppress(OSError):
         for folder in target.parent.parent.iterdir():
             if is_whole(folder / file.name, manifest, file):
                 os.link(folder / file.name, target)
+                sync_directory(target.parent)
                 return True
     return False
 

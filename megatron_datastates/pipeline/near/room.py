@@ -113,6 +113,7 @@ class Room:
             for folder, save_ids in self._earlier_jobs.removable(
                 newest.near.parent,
                 newest.far.parent,
+                {save.save_id.run_id for save in kept},
                 lambda published: max(published + count, 0),
                 lambda: any(save.is_far for save in kept),
             ):

@@ -192,11 +192,12 @@ def remove_left_overs(
             if all(file.upload for file in files):
                 continue
             manifest = content_of(directory / MANIFEST_NAME)
+            named = names_in_manifest(manifest)  # what looked for names may have failed to read it
             still = {file.path for file in unnamed_files(directory) if file.age_seconds >= min_age_seconds}
             if not is_object(directory):
                 sync_directory(directory)
             for file in files:
-                if not file.upload and file.path in still:
+                if not file.upload and file.path in still and file.path.name not in named:
                     points.point("look at left-over")
                     if _may_go(file.path, manifest, min_age_seconds):
                         points.point("remove left-over")
