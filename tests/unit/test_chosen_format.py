@@ -189,6 +189,14 @@ def test_a_near_tier_in_the_directory_of_the_run_is_refused(
         arguments.check_near_options(args, options)
 
 
+def test_megatron_hashes_no_files_that_are_near_only() -> None:
+    """Its integrity.json would list none, or some that are half copied, and a load would compare nothing."""
+    args = namespace(verify_integrity=True)
+    arguments.check_near_options(args, Options())
+    with pytest.raises(OptionError, match=r"^--verify-integrity: .*near tier only.*: leave it out"):
+        arguments.check_near_options(args, Options(near="/local"))
+
+
 @pytest.mark.parametrize("fault", ["", "a link", "of another user", "others write to it", "a file"])
 def test_the_near_tier_in_the_folder_for_temporary_files_is_this_users_alone(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -243,6 +243,7 @@ def test_a_misspelt_option_is_named_with_the_one_that_may_be_meant(given, said, 
         ({}, True),
         ({"async_save": False}, False),
         ({"save_retain_interval": 10}, False),
+        ({"verify_integrity": True}, False),  # what it names has Megatron's hashes by then
         ({"enable_msc": True}, True),  # the default before 0.18, where there is no client
         ({"uses_client": True}, False),
         ({"is_release": True}, False),

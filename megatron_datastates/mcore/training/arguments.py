@@ -304,9 +304,16 @@ def check_near_options(args: Any, options: Options) -> None:
     """Checks options of a near tier in a run that saves, and may have none.
 
     Raises:
-        OptionError: the near tier is --save, or in it; or there is none, and another option is an argument.
-            In the environment, which many jobs may share, the latter is a warning.
+        OptionError: the near tier is --save, or in it; or Megatron would hash files that are not in --save
+            yet; or there is no near tier, and another option is an argument. In the environment, which many
+            jobs may share, the latter is a warning.
     """
+    if options.near and getattr(args, "verify_integrity", False):
+        raise OptionError(
+            f"--verify-integrity: Megatron hashes the files in --save {args.save} as soon as a checkpoint is "
+            "published, when they are still in the near tier only (--datastates-near): leave it out. Loads "
+            "compare the checksums of all that they read, and `datastates verify` those of whole checkpoints"
+        )
     if options.near and not is_object(args.save):
         _require_apart(args.save, options.near)
     given = {

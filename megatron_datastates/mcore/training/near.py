@@ -4,7 +4,8 @@ Publishing an asynchronous save ends with writing the tracker, whole or not at a
 a near save: its drain's). Megatron would write it on the trainer's thread, which waits tens of milliseconds
 for a file system that is being synced, and a kill would leave it empty. What Megatron writes goes to a file
 in memory. Trackers of synchronous saves, of a `release`, of runs in which Megatron deletes what its tracker
-named before, and (without a near tier) of those that use the multi-storage client are Megatron's.
+named before, of those with `--verify-integrity`, and (without a near tier) of those that use the
+multi-storage client are Megatron's.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     _is_on = bool(options.near)
     # args.enable_msc is True by default before 0.18, whether the client is installed or not.
     is_plain = getattr(args, "save_retain_interval", None) is None and not msc_is_enabled()
+    # Megatron hashes the files after a save was published, and a tracker may name it only then.
+    is_plain = is_plain and not getattr(args, "verify_integrity", False)
     _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
         yield
