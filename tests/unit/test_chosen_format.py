@@ -189,6 +189,18 @@ def test_a_near_tier_in_the_directory_of_the_run_is_refused(
         arguments.check_near_options(args, options)
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_only_the_user_says_that_the_structure_of_megatrons_own_saves_is_constant(
+    is_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "_has_set_structure", False)
+    args = namespace(ckpt_assume_constant_structure=is_given)
+    arguments.settle(args)
+    with arguments.structure_as_given(args):
+        assert args.ckpt_assume_constant_structure == is_given
+    assert args.ckpt_assume_constant_structure
+
+
 def test_megatron_hashes_no_files_that_are_near_only() -> None:
     """Its integrity.json would list none, or some that are half copied, and a load would compare nothing."""
     args = namespace(verify_integrity=True)
