@@ -69,6 +69,22 @@ def test_local_checkpoints_share_the_async_queue(pretraining: Pretraining, tmp_p
     assert resumed.resumed_from(first) == 6
 
 
+def test_local_checkpoints_hold_states_that_the_first_one_did_not_have(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """Their structure is constant only if the user says so. The first gradients overflow, as fp16's may."""
+    pytest.importorskip("nvidia_resiliency_ext", reason="Megatron's local checkpoints are made by it")
+    local = ["--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "2"]
+    how = ["--ckpt-format", "datastates", "--train-iters", "14", *local]
+    how += ["--non-persistent-local-ckpt-dir", str(tmp_path / "local")]
+    how += ["--fp16", "--initial-loss-scale", "250000", "--hysteresis", "1", "--save-interval", "7"]
+    how += ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+    without = ["--use-distributed-optimizer"]
+    first = pretraining.run(*how, "--exit-interval", "12", without=without)
+    resumed = pretraining.run(*how, "--exit-interval", "13", without=without)
+    assert resumed.resumed_from(first) == 12
+
+
 @pytest.fixture(scope="module")
 def complete(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saves one complete checkpoint and returns its directory."""

@@ -189,6 +189,26 @@ def test_a_near_tier_in_the_directory_of_the_run_is_refused(
         arguments.check_near_options(args, options)
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_only_the_user_says_that_the_structure_of_megatrons_own_saves_is_constant(
+    is_given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "_has_set_structure", False)
+    args = namespace(ckpt_assume_constant_structure=is_given)
+    arguments.settle(args)
+    with arguments.structure_as_given(args):
+        assert args.ckpt_assume_constant_structure == is_given
+    assert args.ckpt_assume_constant_structure
+
+
+def test_megatron_hashes_no_files_that_are_near_only() -> None:
+    """Its integrity.json would list none, or some that are half copied, and a load would compare nothing."""
+    args = namespace(verify_integrity=True)
+    arguments.check_near_options(args, Options())
+    with pytest.raises(OptionError, match=r"^--verify-integrity: .*near tier only.*: leave it out"):
+        arguments.check_near_options(args, Options(near="/local"))
+
+
 @pytest.mark.parametrize("fault", ["", "a link", "of another user", "others write to it", "a file"])
 def test_the_near_tier_in_the_folder_for_temporary_files_is_this_users_alone(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

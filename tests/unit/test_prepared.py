@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -494,6 +494,26 @@ def test_a_layer_with_two_names_has_an_extra_state_under_each() -> None:
         model, extra("head.output._extra_state", layer.scale) | extra("output._extra_state", layer.scale)
     )
     assert [one.value_of() for one in found.all] == [layer.scale] * 2
+
+
+def test_an_extra_state_that_megatron_has_not_stored_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with --ckpt-drop-redundant-extra-state of Megatron's main, before FP8 has scales."""
+    model = torch.nn.Sequential(Extra(2, 2), Extra(2, 2))
+    state = {f"{number}._extra_state": LocalNonpersistentObject(None) for number in range(2)}
+    preparation = prepared.Preparation({"model": [model], "optimizer": no_optimizer(), "args": None})
+    preparation.note_models({"model": [model], "optimizer": no_optimizer()}, {"model": state})
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    for decides in (False, True):
+        if decides:
+            name = "_fp8_extra_state_is_persistent"
+            monkeypatch.setattr(checkpointing, name, lambda value: value == b"scale_fwd", raising=False)
+        model[1].scale = b"recipe" if decides else None
+        assert list(preparation.thin_chunk(0)) == [prepared.MARK]
+        model[1].scale = b"scale_fwd"
+        with pytest.raises(UnprovableError, match="has a value to be stored"):
+            preparation.thin_chunk(0)
 
 
 class Nothing(Extra):

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from megatron_datastates.mcore.save import thin_states
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
@@ -134,6 +135,17 @@ def thin_state(optimizer: Any, asked: Callable[[Any], None] = lambda one: None) 
     optimizers = optimizers_in(optimizer)
     with groups_alone(optimizers), states_left_out(optimizers, asked):
         return optimizer.sharded_state_dict({"model": {}})
+
+
+def test_stand_ins_are_in_the_groups_that_parameters_are_in() -> None:
+    """Megatron's main pairs groups and parameters strictly, and looks for main parameters in them by id."""
+    optimizer = float16(make_model())
+    optimizer.fp32_from_float16_groups[1] = []  # the group has parameters that are fp32 in the model, too
+    thin = thin_states._thin(optimizer)
+    models, mains = thin.float16_groups, thin.fp32_from_float16_groups
+    held = [group["params"] for group in thin.optimizer.param_groups]
+    assert [list(map(len, groups)) for groups in (models, mains, held)] == [[1, 0], [1, 0], [1, 1]]
+    assert held[0][0] is mains[0][0] and held[1][0] is models[0][0] is not mains[0][0]
 
 
 @pytest.fixture

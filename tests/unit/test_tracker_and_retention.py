@@ -243,6 +243,7 @@ def test_a_misspelt_option_is_named_with_the_one_that_may_be_meant(given, said, 
         ({}, True),
         ({"async_save": False}, False),
         ({"save_retain_interval": 10}, False),
+        ({"verify_integrity": True}, False),  # what it names has Megatron's hashes by then
         ({"enable_msc": True}, True),  # the default before 0.18, where there is no client
         ({"uses_client": True}, False),
         ({"is_release": True}, False),
@@ -271,6 +272,43 @@ def test_whose_the_tracker_of_a_save_is(
         ours(SaveId(1, 1), False)
         assert (root / TRACKER_NAME).read_text() == "100"
         assert [path.name for path in root.glob("*tmp*")] == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_near_checkpoint_is_noted_in_wandb_before_it_is_in_save(
+    is_there: bool,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The note is made by the last rank, and all others wait if it fails there."""
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    noted = []
+
+    def add_file(path: str) -> None:  # as W&B's Artifact does
+        if not Path(path).is_file():
+            raise ValueError(f"Path is not a file: {path!r}")
+        noted.append(Path(path).read_text())
+
+    artifact = SimpleNamespace(add_reference=lambda *_, **__: None, add_file=add_file)
+    run = SimpleNamespace(entity="e", project="p", log_artifact=lambda *_, **__: None)
+    writer = SimpleNamespace(Artifact=lambda *_, **__: artifact, run=run)
+    utils = checkpointing.wandb_utils
+    monkeypatch.setattr(utils, "get_wandb_writer", lambda: writer)
+    monkeypatch.setattr(utils, "on_save_checkpoint_success", utils.on_save_checkpoint_success)
+    save = root if is_there else tmp_path / "not mounted"
+    arguments = SimpleNamespace(async_save=True, save_retain_interval=None, save=str(save))
+    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
+    for name in ("_is_on", "_is_ours"):
+        monkeypatch.setattr(near, name, False)
+    with near.saving(Options(near=str(tmp_path / "near"))):
+        pass
+    # Later, from the queue of asynchronous calls.
+    tracker = checkpointing.get_checkpoint_tracker_filename(str(save))
+    utils.on_save_checkpoint_success(str(save / "iter_0000100"), tracker, str(save), 100)
+    assert noted == ["100"]
+    assert is_there != ("W&B has no note of" in caplog.text)
 
 
 def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(

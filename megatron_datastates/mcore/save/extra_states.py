@@ -47,13 +47,32 @@ class ExtraStates:
 
     Args:
         empty: the classes of modules whose extra states are empty, and the code of their methods.
+        dropped: modules whose extra states Megatron has made and then not stored, as a new model has the same
+            (--ckpt-drop-redundant-extra-state).
     """
 
-    def __init__(self, found: Sequence[ExtraState], empty: dict[type, CodeType]) -> None:
+    def __init__(
+        self,
+        found: Sequence[ExtraState],
+        empty: dict[type, CodeType],
+        dropped: Sequence[weakref.ref[Any]] = (),
+    ) -> None:
         self.all = found
         self.others = [one for one in found if not one.is_empty]
         self.empty_keys = frozenset().union(*(one.keys for one in found if one.is_empty))
         self._empty = empty
+        self._dropped = dropped
+
+    def require_dropped(self) -> None:
+        """Raises UnprovableError if Megatron would now store an extra state that it has not stored."""
+        from megatron.training import checkpointing
+
+        is_stored = getattr(checkpointing, "_fp8_extra_state_is_persistent", lambda value: value is not None)
+        for module in self._dropped:
+            value = _value(module)
+            parts = getattr(module(), _SPLIT, lambda whole: [whole])(value)
+            if any(map(is_stored, parts)):
+                raise UnprovableError("an extra state that was not stored has a value to be stored")
 
     def are_still_empty(self) -> bool:
         """Returns whether the classes are what they were. A survey shows whether a module's own method is."""
@@ -70,10 +89,14 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
     values: dict[str, _Values] = {}
     empty: dict[type, CodeType] = {}
     found = []
+    dropped: dict[int, weakref.ref[Any]] = {}  # by id of the module
     for key, item in state.items():
-        if isinstance(item, ShardedObject):
-            name = _NAME.fullmatch(key)
-            module = modules.get(name[1] or "") if name is not None else None
+        may_be_one = isinstance(item, ShardedObject | LocalNonpersistentObject)
+        name = _NAME.fullmatch(key) if may_be_one else None
+        module = modules.get(name[1] or "") if name is not None else None
+        if isinstance(item, LocalNonpersistentObject) and module is not None:
+            dropped[id(module)] = weakref.ref(module)
+        elif isinstance(item, ShardedObject):
             if name is None or module is None or (name[2] and not hasattr(type(module), _SPLIT)):
                 raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
             if hasattr(type(module), _SPLIT):
@@ -92,7 +115,7 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
             found.append(ExtraState(key, template, value_of, keys, is_empty=code is not None))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
-    return ExtraStates(found, empty)
+    return ExtraStates(found, empty, list(dropped.values()))
 
 
 def _leaves(item: Any) -> Iterator[Any]:

@@ -261,10 +261,15 @@ class Preparation:
             )
 
     def thin_chunk(self, number: int) -> dict[str, Any]:
-        """Returns a model chunk's state without tensors. Notes that Megatron has asked for it."""
+        """Returns a model chunk's state without tensors. Notes that Megatron has asked for it.
+
+        Raises:
+            UnprovableError: a value that was made and not stored may be one to be stored.
+        """
         self._used.add(number)
         state: dict[str, Any] = {MARK: Mark.of(self, number, is_thin=True)}
         extras = self._extra_states[number]
+        extras.require_dropped()
         asked = extras.all
         if extras.are_still_empty() and self._leave_out(extras.empty_keys):
             asked = extras.others

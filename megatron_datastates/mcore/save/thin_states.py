@@ -2,7 +2,8 @@
 
 Megatron's own code makes all plain values (those of parameter groups, the step, the loss scaler), and what it
 does with chains of optimizers. It is asked of a copy of each optimizer in which one small tensor stands in
-for all parameters of a group and all states; nothing that is not a tensor depends on how many there are.
+for all parameters of a group and all states, and another one for main parameters; nothing that is no tensor
+depends on how many there are.
 """
 
 from __future__ import annotations
@@ -53,25 +54,35 @@ def _thin(optimizer: Any) -> Any:
     if not makes_groups_as_torch(optimizer.optimizer):
         raise UnprovableError(f"{type(optimizer.optimizer).__qualname__} may make state dicts of its own")
     thin = copy.copy(optimizer)
-    thin.optimizer = _Inner(optimizer.optimizer)
     groups = getattr(optimizer, "fp32_from_float16_groups", None)
+    thin.optimizer = _Inner(optimizer.optimizer, groups)
     if groups is not None:
-        tensor = _stand_in()
-        thin.float16_groups = [[tensor]]
-        thin.fp32_from_float16_groups = [[tensor] if group else [] for group in groups]
+        thin.float16_groups = [[_stand_in()] if group else [] for group in groups]
+        thin.fp32_from_float16_groups = [[_main_stand_in()] if group else [] for group in groups]
     return thin
 
 
 class _Inner:
-    """Stands in for a torch optimizer: each group has one parameter or none, and all have one state."""
+    """Stands in for a torch optimizer: each group has one parameter or none, and all have one state.
 
-    def __init__(self, inner: Any) -> None:
+    Args:
+        mains: by group, the main parameters; None if the optimizer has none.
+    """
+
+    def __init__(self, inner: Any, mains: list[list[Any]] | None) -> None:
         self._inner = inner
+        self._mains = mains
         self._state = {0: {_NAME: _stand_in(), **_step_of(inner)}} if inner.state else {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group | {"params": group["params"] and [_stand_in()]} for group in self._inner.param_groups]
+        groups = self._inner.param_groups
+        mains = [[]] * len(groups) if self._mains is None else self._mains
+        stand_ins = [_main_stand_in() if main else _stand_in() for main in mains]
+        return [
+            group | {"params": group["params"] and [one]}
+            for group, one in zip(groups, stand_ins, strict=True)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         groups = [group | {"params": group["params"] and [0]} for group in self._inner.param_groups]
@@ -108,6 +119,11 @@ def _without_data(item: Any) -> Any:
 
 @functools.cache
 def _stand_in() -> torch.Tensor:
+    return torch.zeros(1, device="cpu")
+
+
+@functools.cache
+def _main_stand_in() -> torch.Tensor:
     return torch.zeros(1, device="cpu")
 
 

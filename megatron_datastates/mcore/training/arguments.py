@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ FORMAT = "datastates"
 _IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
 _PREFIX = "--datastates-"
 _NEAR_FOLDER = "datastates-near"  # of the node's directory for temporary files
+_has_set_structure = False  # whether `settle` has set --ckpt-assume-constant-structure
 
 
 class _FormatAction(argparse._StoreAction):
@@ -245,12 +246,30 @@ def validate_without_worker(original: Callable[..., Any], args: Any, *rest: Any,
 
 def settle(args: Any) -> None:
     """Sets other arguments as our saves need them."""
+    global _has_set_structure
     if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_usable():
         args.async_strategy = "mcore"  # we only need its queue
     if not getattr(args, "ckpt_assume_constant_structure", True):
-        args.ckpt_assume_constant_structure = True
+        args.ckpt_assume_constant_structure = _has_set_structure = True
         if getattr(args, "rank", 0) == 0:
             logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")
+
+
+@contextlib.contextmanager
+def structure_as_given(args: Any) -> Iterator[None]:
+    """Wraps a save of Megatron's own: only the user may say that its structure is constant.
+
+    Megatron's local checkpoints fail at a tensor that the first one did not have, such as a state of an
+    optimizer whose first steps were skipped.
+    """
+    if not _has_set_structure:
+        yield
+        return
+    args.ckpt_assume_constant_structure = False
+    try:
+        yield
+    finally:
+        args.ckpt_assume_constant_structure = True
 
 
 def warn_of_deadline(args: Any, options: Options) -> None:
@@ -304,9 +323,16 @@ def check_near_options(args: Any, options: Options) -> None:
     """Checks options of a near tier in a run that saves, and may have none.
 
     Raises:
-        OptionError: the near tier is --save, or in it; or there is none, and another option is an argument.
-            In the environment, which many jobs may share, the latter is a warning.
+        OptionError: the near tier is --save, or in it; or Megatron would hash files that are not in --save
+            yet; or there is no near tier, and another option is an argument. In the environment, which many
+            jobs may share, the latter is a warning.
     """
+    if options.near and getattr(args, "verify_integrity", False):
+        raise OptionError(
+            f"--verify-integrity: Megatron hashes the files in --save {args.save} as soon as a checkpoint is "
+            "published, when they are still in the near tier only (--datastates-near): leave it out. Loads "
+            "compare the checksums of all that they read, and `datastates verify` those of whole checkpoints"
+        )
     if options.near and not is_object(args.save):
         _require_apart(args.save, options.near)
     given = {

@@ -23,6 +23,7 @@ from megatron_datastates.mcore.training.arguments import (
     is_converting,
     options_of,
     settle,
+    structure_as_given,
     uses_fsdp,
     validate_without_worker,
     warn_of_checkpoint_as_run,
@@ -267,6 +268,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             near.saving(_options, is_release=bool(call.get("release"))),
             dataloader.saving(is_ours=is_ours),
             device_cache.saving(is_ours=is_ours),
+            contextlib.nullcontext() if is_ours else structure_as_given(chosen),
             preparing.saving(
                 is_ours=is_ours and not planned,
                 is_on=_options.prepared,

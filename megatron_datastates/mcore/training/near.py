@@ -4,7 +4,8 @@ Publishing an asynchronous save ends with writing the tracker, whole or not at a
 a near save: its drain's). Megatron would write it on the trainer's thread, which waits tens of milliseconds
 for a file system that is being synced, and a kill would leave it empty. What Megatron writes goes to a file
 in memory. Trackers of synchronous saves, of a `release`, of runs in which Megatron deletes what its tracker
-named before, and (without a near tier) of those that use the multi-storage client are Megatron's.
+named before, of those with `--verify-integrity`, and (without a near tier) of those that use the
+multi-storage client are Megatron's.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.attach import replace
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
 from megatron_datastates.pipeline.near.places import read_published, remove_folder, save_ids_in
 from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
 
 logger = logging.getLogger(__name__)
+_NOTE = "on_save_checkpoint_success"  # Megatron's function that tells W&B of a checkpoint
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
 # tracker, and whether the save's directory in --save could not be made.
 _is_on = False
@@ -56,8 +59,12 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     global _is_on, _is_ours
     args = checkpointing.get_args()
     _is_on = bool(options.near)
+    if _is_on and hasattr(checkpointing, "wandb_utils"):
+        replace(checkpointing.wandb_utils, _NOTE, wrap_on_save_checkpoint_success, everywhere=False)
     # args.enable_msc is True by default before 0.18, whether the client is installed or not.
     is_plain = getattr(args, "save_retain_interval", None) is None and not msc_is_enabled()
+    # Megatron hashes the files after a save was published, and a tracker may name it only then.
+    is_plain = is_plain and not getattr(args, "verify_integrity", False)
     _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
         yield
@@ -125,6 +132,29 @@ class _Unreachable:
 
     def iterdir(self) -> Iterator[Path]:
         return iter(())
+
+
+def wrap_on_save_checkpoint_success(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps what notes a checkpoint in W&B, which needs a tracker, and the directory, in --save.
+
+    Of a near save these are not there yet. An error would be the last rank's alone; the others would wait.
+    """
+
+    def on_save_checkpoint_success(
+        checkpoint_path: str, tracker_filename: str, save_dir: str, iteration: int
+    ) -> None:
+        if not _is_on:
+            original(checkpoint_path, tracker_filename, save_dir, iteration)
+            return
+        try:
+            with tempfile.TemporaryDirectory(prefix="datastates-") as folder:
+                tracker = Path(folder, TRACKER_NAME)
+                tracker.write_text(str(iteration))
+                original(checkpoint_path, str(tracker), save_dir, iteration)
+        except Exception as error:
+            logger.warning("W&B has no note of %s: %r", checkpoint_path, error)
+
+    return on_save_checkpoint_success
 
 
 def is_on() -> bool:
