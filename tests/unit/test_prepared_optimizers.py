@@ -27,6 +27,8 @@ from megatron_datastates.mcore.save.survey import Survey, UnprovableError, gathe
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
 
+pytestmark = pytest.mark.conformance  # also with a checkout of Megatron, whose optimizers change
+
 Torch = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 ADAM: Torch = torch.optim.Adam
 SGD: Torch = lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)  # noqa: E731
