@@ -5,23 +5,25 @@ A load is known to be collective if Megatron itself makes a collective call in i
 load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
 Collective calls, which every rank makes equally often even if it fails:
-  1. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
+  1. load_checkpoint that resumes a run, with our format chosen: one sum, of whether any node has a near tier,
+     as its environment may say (training/load.py).
+  2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
-  2. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
-  3. load that compares keys with the checkpoint's (`strict`): one sum, of whether a rank restates what it
+  3. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
+  4. load that compares keys with the checkpoint's (`strict`): one sum, of whether a rank restates what it
      requests (optimizer_layout.py), so that all do. The first rank has verified files before, if asked to.
-  4. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
+  5. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
      Megatron gathers nothing.
-  5. fully parallel load: one sum of the whole world, after each rank has read its part and before parts are
+  6. fully parallel load: one sum of the whole world, after each rank has read its part and before parts are
      exchanged; Megatron exchanges objects in the whole world.
-  6. load: one sum at its end. It also shows whether all ranks have opened the same checkpoint: another run
+  7. load: one sum at its end. It also shows whether all ranks have opened the same checkpoint: another run
      may publish one in between.
-A check of Megatron's that fails between 4 and a fully parallel load is kept as a value instead of raised,
+A check of Megatron's that fails between 5 and a fully parallel load is kept as a value instead of raised,
 since that load starts with a gather of metadata. A rank that fails within an exchange, or in
 Megatron's checks right after it, raises alone.
 
 A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone,
-but in 2 if the arguments select our format.
+but in 3 if the arguments select our format.
 """
 
 from __future__ import annotations
