@@ -289,6 +289,11 @@ def test_a_fragment_without_elements_hides_no_other_at_its_offset(
     state = {"w": torch.zeros(6, 4)}
     dcp.load(state, checkpoint_id=tmp_path / "made")
     assert bits(state["w"]) == bits(expected)
+    code, output, _ = run("verify", tmp_path / "made")
+    assert code == 0 and ": good: " in output
+    for format in ("datastates", "torch_dist"):
+        again = convert_to(tmp_path / "made", tmp_path / format, verify=True, format=format)
+        assert bits(again.read_tensor("w")) == bits(expected)
 
 
 def test_files_of_the_other_format_beside_a_source_are_not_copied(tmp_path: Path) -> None:
