@@ -27,6 +27,7 @@ from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.convert.workers import Workers
+from megatron_datastates.engine import atomic_files
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
@@ -185,6 +186,23 @@ def test_files_that_a_framework_has_added_to_a_published_checkpoint_are_copied(
     made = convert_to(source, tmp_path / "made", format=format, verify=True)
     assert (tmp_path / "made" / "run_config.yaml").read_text() == "text"
     assert made.other_files == ["run_config.yaml"]
+
+
+def test_a_large_file_that_others_have_added_is_copied_and_never_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can load one of more than 4 GiB: a conversion failed after all had been written."""
+    save_with_dcp(tmp_path / "dcp", {"a": torch.ones(3)})
+    with (tmp_path / "dcp" / "extra.bin").open("wb") as file:
+        file.truncate(80 * MIB)
+    (tmp_path / "dcp" / "small.bin").write_bytes(b"x")
+    monkeypatch.setattr(atomic_files, "OBJECT_BYTES", 64 * MIB)
+    made = convert_to(tmp_path / "dcp", tmp_path / "ours", verify=True)
+    assert made.manifest is not None
+    names = {one.name for one in made.manifest.others}
+    assert "small.bin" in names and "extra.bin" not in names
+    assert (tmp_path / "ours" / "extra.bin").stat().st_size == 80 * MIB
+    assert made.other_files == ["extra.bin", "small.bin"] and verify(tmp_path / "ours").good
 
 
 def test_a_conversion_to_the_same_format_notes_that_the_optimizer_was_dropped(tmp_path: Path) -> None:
