@@ -212,6 +212,8 @@ def test_a_map_beside_a_checkpoint_of_torch_dist_is_not_denied_and_the_way_back_
         OptionError, match="convert it to datastates, which keeps its optimizer map, and then"
     ):
         ByParameterSource(theirs)
+    code, _, error = run("show", tmp_path / "theirs", "--optimizer")
+    assert code == 2 and "convert it to datastates, which keeps its map" in error
     back = convert_to(tmp_path / "theirs", tmp_path / "back", format="datastates")
     assert torch.equal(ByParameterSource(back).read_tensor(KEY), WHOLE), "as the message says"
 
