@@ -17,8 +17,9 @@ import numpy.typing as npt
 from megatron_datastates.convert.parts import Part, is_state, parts_of, stacked_key
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MismatchError, MissingKeyError
+from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.format.index import similar_keys
-from megatron_datastates.format.values import element_bytes
+from megatron_datastates.format.values import element_bytes, is_optimizer_map
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +56,18 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
         optimizer: list optimizer state by parameter instead of stored tensors.
 
     Raises:
-        MissingKeyError: `optimizer` is set, and nothing in the checkpoint says which parameter state is of.
+        MissingKeyError: `optimizer` is set, and nothing that is read says which parameter state is of.
         DataStatesError: the checkpoint cannot be read.
     """
     states = _optimizer_state(source) if optimizer else {}
     keys = sorted(filter(is_state, source.tensors) if optimizer else source.tensors)
     if optimizer and not keys and not states:
+        if any(map(is_optimizer_map, source.objects)):
+            raise MissingKeyError(
+                f"{source.directory} is a checkpoint of {source.format}, and maps of optimizers are read of "
+                f"{BACKEND} only: convert it to {BACKEND}, which keeps its map, or list its stored tensors "
+                "without --optimizer"
+            )
         raise MissingKeyError(
             f"{source.directory} has no optimizer map: list its stored tensors, which include any optimizer "
             "state, without --optimizer"

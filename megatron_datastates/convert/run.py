@@ -125,7 +125,11 @@ def _open(directory: Path, request: ConversionRequest) -> Source:
     if request.optimizer not in ("", FULLY_RESHARDABLE):
         raise OptionError(f"--optimizer {request.optimizer!r}: expected {FULLY_RESHARDABLE}")
     source = open_source(directory)
-    return ByParameterSource(source) if request.optimizer else source
+    if not request.optimizer:
+        return source
+    by_parameter = ByParameterSource(source)
+    by_parameter.require_whole()
+    return by_parameter
 
 
 def convert_run(

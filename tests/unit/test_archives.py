@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import subprocess
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,21 @@ def test_any_bytes_of_a_tensor_in_any_memory_layout_are_read(tmp_path: Path) -> 
             target = torch.zeros(end - begin, dtype=torch.uint8).numpy()
             archive.read_into(begin, target)
             assert target.tobytes() == expected[begin:end]
+
+
+def test_a_range_that_crosses_two_long_rows_takes_no_more_memory_than_itself(tmp_path: Path) -> None:
+    value = torch.arange(4 << 20, dtype=torch.int32).reshape(-1, 2).t()  # two rows of 8 MiB
+    torch.save(value, tmp_path / "archive")
+    target, expected = np.empty(1 << 16, np.uint8), value.contiguous().reshape(-1).view(torch.uint8)
+    begin = (8 << 20) - 1001
+    with (tmp_path / "archive").open("rb") as file:
+        archive = open_archive(file, 0, (tmp_path / "archive").stat().st_size, "here")
+        tracemalloc.start()
+        archive.read_into(begin, target)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert target.tobytes() == expected[begin : begin + len(target)].numpy().tobytes()
+    assert peak < 8 * len(target)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)

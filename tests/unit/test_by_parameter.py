@@ -29,6 +29,7 @@ from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.providers.base import Entry, Mutability, Place, StateReader, TensorSource
 from megatron_datastates.providers.objects import ObjectSource, deserialize
 from megatron_datastates.providers.streams import StreamSource
+from tests.unit.command import run
 from tests.unit.converting import LEAST, convert_to
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import Chained, State, Yields, new_saver, save
@@ -47,6 +48,7 @@ def columns(
     directory: Path,
     common: Any = COMMON,
     *,
+    halves: Sequence[int] = (0, 1),
     as_file: bool = False,
     entries: Sequence[Entry] = (),
     iteration: int | None = None,
@@ -62,7 +64,7 @@ def columns(
         torch.save(common, directory / COMMON_FILE)
     elif common is not None:
         objects[COMMON_STATE_KEY] = [common]
-    for rank in (0, 1):
+    for rank in halves:
         half = WHOLE[:, 3 * rank : 3 * rank + 3]
         tensors[f"{PREFIX}{rank}.{BUCKET}.exp_avg"] = torch.cat([torch.full((5,), -1.0), half.reshape(-1)])
         described = parameter("w", 5, 17, shard("w", (4, 6), (0, 3 * rank), (4, 3), 0, (3, 1)))
@@ -195,6 +197,13 @@ def test_without_a_map_or_a_common_state_it_is_refused(tmp_path: Path) -> None:
         ByParameterSource(open_source(tmp_path / "plain"))
 
 
+def test_state_that_a_frozen_part_of_a_parameter_lacks_is_no_damage(tmp_path: Path) -> None:
+    columns(tmp_path / "c", halves=[0])
+    code, _, error = run("convert", tmp_path / "c", tmp_path / "new", "--optimizer", "fully-reshardable")
+    assert code == 2 and f"12 of the 24 elements of '{KEY}'" in error and "damaged" not in error
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_map_beside_a_checkpoint_of_torch_dist_is_not_denied_and_the_way_back_is_named(
     tmp_path: Path,
 ) -> None:
@@ -203,6 +212,8 @@ def test_a_map_beside_a_checkpoint_of_torch_dist_is_not_denied_and_the_way_back_
         OptionError, match="convert it to datastates, which keeps its optimizer map, and then"
     ):
         ByParameterSource(theirs)
+    code, _, error = run("show", tmp_path / "theirs", "--optimizer")
+    assert code == 2 and "convert it to datastates, which keeps its map" in error
     back = convert_to(tmp_path / "theirs", tmp_path / "back", format="datastates")
     assert torch.equal(ByParameterSource(back).read_tensor(KEY), WHOLE), "as the message says"
 

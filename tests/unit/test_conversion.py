@@ -27,6 +27,7 @@ from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.convert.workers import Workers
+from megatron_datastates.engine import atomic_files
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
@@ -187,6 +188,23 @@ def test_files_that_a_framework_has_added_to_a_published_checkpoint_are_copied(
     assert made.other_files == ["run_config.yaml"]
 
 
+def test_a_large_file_that_others_have_added_is_copied_and_never_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can load one of more than 4 GiB: a conversion failed after all had been written."""
+    save_with_dcp(tmp_path / "dcp", {"a": torch.ones(3)})
+    with (tmp_path / "dcp" / "extra.bin").open("wb") as file:
+        file.truncate(80 * MIB)
+    (tmp_path / "dcp" / "small.bin").write_bytes(b"x")
+    monkeypatch.setattr(atomic_files, "OBJECT_BYTES", 64 * MIB)
+    made = convert_to(tmp_path / "dcp", tmp_path / "ours", verify=True)
+    assert made.manifest is not None
+    names = {one.name for one in made.manifest.others}
+    assert "small.bin" in names and "extra.bin" not in names
+    assert (tmp_path / "ours" / "extra.bin").stat().st_size == 80 * MIB
+    assert made.other_files == ["extra.bin", "small.bin"] and verify(tmp_path / "ours").good
+
+
 def test_a_conversion_to_the_same_format_notes_that_the_optimizer_was_dropped(tmp_path: Path) -> None:
     ds.save({"a": torch.ones(3)}, tmp_path / "source", **SMALL)
     path = tmp_path / "source" / MANIFEST_NAME
@@ -289,6 +307,11 @@ def test_a_fragment_without_elements_hides_no_other_at_its_offset(
     state = {"w": torch.zeros(6, 4)}
     dcp.load(state, checkpoint_id=tmp_path / "made")
     assert bits(state["w"]) == bits(expected)
+    code, output, _ = run("verify", tmp_path / "made")
+    assert code == 0 and ": good: " in output
+    for format in ("datastates", "torch_dist"):
+        again = convert_to(tmp_path / "made", tmp_path / format, verify=True, format=format)
+        assert bits(again.read_tensor("w")) == bits(expected)
 
 
 def test_files_of_the_other_format_beside_a_source_are_not_copied(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import StreamedFile
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.directory import iteration_in_name
+from megatron_datastates.format.directory import COMMON_FILE, iteration_in_name
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
@@ -35,6 +35,8 @@ from megatron_datastates.pipeline.publishing.layouts import merge_layouts
 from megatron_datastates.pipeline.publishing.presence import other_file_entry
 from megatron_datastates.plan.layout import Layout, TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.objects import check_stored
+
+_MOST_NAMED_BYTES = 64 * MIB  # of another file that the manifest names: whoever checks one holds it in memory
 
 
 class WrittenFile(NamedTuple):
@@ -215,7 +217,7 @@ class DataStatesSink(Sink):
         index = merge_layouts((entry.rank, own) for entry, own in written)
         write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
         old = self.source.manifest
-        others = [*self.source.other_files, *self._write_facts()]
+        others = [*filter(self._is_named, self.source.other_files), *self._write_facts()]
         manifest = Manifest(
             run_id=f"{self._save_id.run_id:016x}",
             ordinal=self._save_id.ordinal,
@@ -231,6 +233,10 @@ class DataStatesSink(Sink):
             compatible=COMPATIBLE_CHECKSUMS,
         )
         write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults, self._save_id)
+
+    def _is_named(self, name: str) -> bool:
+        """Returns whether the manifest names another file; without that, it is there all the same."""
+        return name == COMMON_FILE or (self.directory / name).stat().st_size <= _MOST_NAMED_BYTES
 
     def _write_facts(self) -> list[str]:
         """Writes what DCP knows of the checkpoint, such as its nesting; returns the name of the file."""

@@ -99,15 +99,19 @@ def _is_contiguous(lengths: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _elements(view: np.ndarray, first: int, last: int) -> np.ndarray:
-    """Copies elements [first, last) in row-major order, and reads little more than these."""
-    while view.ndim > 1:
-        row = math.prod(view.shape[1:])
-        begin, end = first // row, -(-last // row)
-        view, first, last = view[begin:end], first - begin * row, last - begin * row
-        if len(view) > 1:
-            return np.ascontiguousarray(view).reshape(-1)[first:last].copy()
-        view = view[0]
-    return view[first:last].copy()
+    """Copies elements [first, last) in row-major order, and no others."""
+    if view.ndim <= 1:
+        return view[first:last].copy()
+    row = math.prod(view.shape[1:])
+    begin, end = -(-first // row), last // row  # of whole rows
+    if end < begin:  # within one row
+        return _elements(view[end], first - end * row, last - end * row)
+    parts = [view[begin:end].flatten()]  # a copy, as the mapping is closed
+    if first < begin * row:
+        parts.insert(0, _elements(view[begin - 1], first - (begin - 1) * row, row))
+    if end * row < last:
+        parts.append(_elements(view[end], 0, last - end * row))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:

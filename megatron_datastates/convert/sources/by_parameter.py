@@ -80,6 +80,17 @@ class ByParameterSource(Source):
             raise FormatError(f"{stored.directory} has {min(twice)!r} both in buckets and by parameter")
         self._tensors: Mapping[str, SourceTensor] = ChainMap(own, dict(states.items()))
 
+    def require_whole(self) -> None:
+        """Raises OptionError for a state of only a part of its parameter, as where layers are frozen."""
+        for key, state in self._states.items():
+            elements = math.prod(state.global_shape)
+            if state.stored_elements < elements:
+                raise OptionError(
+                    f"{self.directory} has {state.stored_elements} of the {elements} elements of {key!r}, as "
+                    "a part of the parameter was frozen, or a map is missing. Fully reshardable state has no "
+                    "holes: leave --optimizer fully-reshardable out"
+                )
+
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
         return self._tensors

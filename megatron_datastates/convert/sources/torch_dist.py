@@ -44,7 +44,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.values import DTYPES, element_bytes
-from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect, slices_of
+from megatron_datastates.plan.boxes import Box, checked_slice, first_overlap, intersect, slices_of
 
 if TYPE_CHECKING:
     import torch
@@ -328,7 +328,7 @@ def _tensor(
     dtype, shape = str(entry.properties.dtype).removeprefix("torch."), _numbers(entry.size)
     if dtype not in DTYPES:
         raise FormatError(f"{path}: tensor {key!r} has dtype {dtype}, which is not supported")
-    boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+    boxes = _with_places([(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks])
     for offset, size in boxes:
         fits = len(offset) == len(size) == len(shape)
         if not fits or any(o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
@@ -340,6 +340,20 @@ def _tensor(
     offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
     return TorchDistTensor(dtype, shape, offsets, shapes, [_record(o, records) for o, _ in boxes])
+
+
+def _with_places(boxes: Sequence[Box]) -> list[Box]:
+    """Returns the boxes without those that have no elements and share their offset with another one.
+
+    DCP's index has one archive at each offset, so theirs has no place.
+    """
+    taken = {offset for offset, size in boxes if 0 not in size}
+    found = []
+    for offset, size in boxes:
+        if 0 not in size or offset not in taken:
+            found.append((offset, size))
+            taken.add(offset)
+    return found
 
 
 def _unusual(others: Sequence[Any]) -> dict[str, bool]:
