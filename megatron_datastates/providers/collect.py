@@ -94,7 +94,7 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
         except Exception as error:
             raise _failure(name, kind, "save", error) from error
         ends = (tensors, len(state.tensors), tail, len(state.tail))
-        state.parts.append(Part(name, kind, notes, *ends))
+        state.parts.append(Part(str(name), kind, notes, *ends))  # as in `_checked_notes`
     return state
 
 
@@ -200,10 +200,12 @@ def _checked_notes(name: str, provider: object) -> dict[str, str]:
     Raises:
         MismatchError: they, or its name, are not text that UTF-8 has: no manifest could have them.
     """
-    notes = notes_of(provider)
-    for key, value in notes.items():
+    found = notes_of(provider)
+    for key, value in found.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise MismatchError(f"its notes have {key!r}: {value!r}: expected text for text")
+    # Of numpy's str_ and other subclasses, msgspec makes no JSON: a poll of this rank alone would raise.
+    notes = {str(key): str(value) for key, value in found.items()}
     for text in chain([name], *notes.items()):
         try:
             text.encode()

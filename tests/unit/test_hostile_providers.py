@@ -17,6 +17,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, MissingKeyError, SaveFailedError
+from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers import (
     Cast,
     Compressed,
@@ -27,7 +28,7 @@ from megatron_datastates.providers import (
     Tensors,
     TensorSource,
 )
-from tests.unit.states import Yields
+from tests.unit.states import Yields, new_saver
 
 WEIGHT = torch.arange(5, dtype=torch.float32)
 LATER = [Mutability.AT_FENCE, Mutability.NEVER]
@@ -50,6 +51,18 @@ def test_notes_that_utf_8_does_not_have_fail_the_save_by_name(tmp_path: Path, no
     provider.notes = notes  # type: ignore[attr-defined]
     with pytest.raises(SaveFailedError, match=r"'p' .* its name or notes have '\\udc80', .* UTF-8"):
         ds.save({"p": provider}, tmp_path / "c")
+
+
+def test_notes_and_names_may_be_of_classes_derived_from_str(tmp_path: Path) -> None:
+    """The JSON encoder takes none, and would raise in a poll, on this rank alone."""
+    provider = Yields(TensorSource("t", WEIGHT))
+    provider.notes = {np.str_("unit"): np.str_("metre")}  # type: ignore[attr-defined]
+    saver = new_saver()
+    publication = saver.start(tmp_path / "c", lambda: {np.str_("p"): provider})
+    assert publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    (entry,) = ds.open(tmp_path / "c").manifest.providers
+    assert (entry.name, entry.notes) == ("p", {"unit": "metre"})
 
 
 def test_a_provider_that_stores_nothing_has_a_name_in_utf_8(tmp_path: Path) -> None:
