@@ -193,7 +193,7 @@ class StableFile:
         try:
             self._link.make()
         except OSError as error:
-            self.link_error = error
+            self.link_error = error.with_traceback(None)  # whose frames refer to this object
         finally:
             self._link_tried.set()
 
