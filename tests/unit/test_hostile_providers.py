@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, MissingKeyError, SaveFailedError
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving import tail
 from megatron_datastates.providers import (
     Cast,
     Compressed,
@@ -28,6 +31,7 @@ from megatron_datastates.providers import (
     Tensors,
     TensorSource,
 )
+from tests.support.bytecodes import interrupted
 from tests.unit.states import Yields, new_saver
 
 WEIGHT = torch.arange(5, dtype=torch.float32)
@@ -137,6 +141,26 @@ class Raises:
 
     def restore(self, reader: Any) -> None:
         raise NotImplementedError
+
+
+def test_an_entry_that_is_interrupted_anywhere_can_be_ended() -> None:
+    """A lock that stays held would make the trainer wait for ever."""
+    ended: list[int] = []
+
+    def write_and_end() -> None:
+        for number in itertools.count(1):
+            entry = tail._EntryWrite(len, "key", [])
+            was_interrupted = interrupted(functools.partial(entry, b"bytes"), tail.__file__, number)
+            entry.end()
+            ended.append(number)
+            if not was_interrupted:
+                break
+
+    thread = threading.Thread(target=write_and_end, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive(), f"interrupted before bytecode {len(ended) + 1}"
+    assert len(ended) > 10
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)

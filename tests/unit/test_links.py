@@ -416,7 +416,8 @@ def test_a_signal_handler_that_looks_meanwhile_waits_for_nothing():
     assert looked == [False] and begun == [Output.DIGESTS, Output.FILE_AND_DIGESTS]
 
 
-def test_an_interrupt_leaves_no_job_that_nobody_ends():
+@pytest.mark.parametrize("link", [SimpleNamespace(), None], ids=["compared", "written"])
+def test_an_interrupt_leaves_no_job_that_nobody_ends(link):
     """What it reads would be freed while it reads."""
     number = 1
     while True:
@@ -428,8 +429,7 @@ def test_an_interrupt_leaves_no_job_that_nobody_ends():
             begun.append(job)
             return job
 
-        no_link: Any = SimpleNamespace()
-        file = StableFile(SaveId(1, 1), functools.partial(begin), (), no_link)
+        file = StableFile(SaveId(1, 1), functools.partial(begin), (), link)
         was_interrupted = interrupted(file.start, stable.__file__, number)
         file.cancel("the end")
         assert all(job.reasons for job in begun), f"interrupted before bytecode {number}"
