@@ -332,6 +332,25 @@ def test_a_tensor_that_is_filled_anew_after_it_was_yielded_fails_the_save(tmp_pa
     ds.save({"p": Yields(TensorSource("t", counted), TensorSource("tied", counted))}, tmp_path)
 
 
+class RefillsOnce(Refills):
+    """Yields one tensor, filled anew by every call of `entries`."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(3)
+
+    def entries(self) -> Iterator[TensorSource]:
+        yield TensorSource("k", self._tensor.add_(1))
+
+
+def test_a_tensor_that_another_call_of_entries_fills_anew_fails_the_save(tmp_path: Path) -> None:
+    shared = RefillsOnce()
+    for state in ({"p": shared, "q": shared}, {"p": Compressed(shared), "q": Cast(shared, torch.bfloat16)}):
+        with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k' was changed by `entries`"):
+            ds.save(state, tmp_path)
+    ds.save({"p": shared, "q": RefillsOnce()}, tmp_path)
+    assert torch.equal(ds.load(tmp_path)["p.k"], torch.full((3,), 5.0))
+
+
 # -- transformations in trees ------------------------------------------------------------------------------
 
 
