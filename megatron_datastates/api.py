@@ -215,6 +215,7 @@ def _load_all(checkpoint: Checkpoint, is_wanted: Callable[[str], object]) -> dic
                 f"{name!r}: load with `into`, or read them one by one from megatron_datastates.open(...)"
             )
         known.add(name)
+    checkpoint.index.preload(names)  # one by one, each would open the index
     tensors = checkpoint.read_tensors((name, None, None) for name in names)
     read = {name: b"".join(checkpoint.open_stream(name)) for name in streams}
     return {**dict(zip(names, tensors, strict=True)), **checkpoint.read_objects(objects), **read}

@@ -106,7 +106,9 @@ class Reporter:
         try:
             with open(self._path, "ab", buffering=0) as file:  # in one piece, between those of other threads
                 # As text what JSON lacks, such as an iteration for which the save has failed.
-                file.write(json.dumps(report, default=str).encode() + b"\n")
+                line = json.dumps(report, default=str).encode() + b"\n"
+                while line:  # a file system that is nearly full takes the beginning; the rest gets its error
+                    line = line[file.write(line) :]
         except OSError as error:
             logger.warning(
                 "the report of a %s was not written to %s: %s", report["event"], self._path, error.strerror

@@ -63,6 +63,14 @@ class Collected:
         return chain.from_iterable(map(range, ends, begins))
 
 
+class _Yielded(NamedTuple):
+    """A tensor that one of the providers has yielded, the number of its part, and its version then."""
+
+    number: int
+    source: TensorSource
+    version: int | None
+
+
 class _Renamed:
     """A source of the tail under another key."""
 
@@ -86,15 +94,24 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
         ProviderError: one of the providers raised an exception, or yielded something else than entries.
     """
     state = Collected()
+    yielded: list[_Yielded] = []
     for name, provider in providers.items():
         tensors, tail, kind = len(state.tensors), len(state.tail), kind_of(provider)
         try:
-            _add(state, f"{name}." if name else "", provider)
+            _add(state, f"{name}." if name else "", provider, yielded)
             notes = _checked_notes(name, provider)
         except Exception as error:
             raise _failure(name, kind, "save", error) from error
         ends = (tensors, len(state.tensors), tail, len(state.tail))
-        state.parts.append(Part(name, kind, notes, *ends))
+        state.parts.append(Part(str(name), kind, notes, *ends))  # as in `_checked_notes`
+    for number, source, version in yielded:  # nothing was copied: each would be stored as it is now
+        if _version_of(source.tensor) != version:
+            raise state.parts[number].failed(
+                MismatchError(
+                    f"tensor {source.key!r} was changed by `entries`, of this or another state provider, "
+                    "after it was yielded: expected a tensor with memory of its own for each source"
+                )
+            )
     return state
 
 
@@ -122,9 +139,9 @@ def check_names(state: Collected) -> None:
             )
 
 
-def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
+def _add(state: Collected, prefix: str, provider: StateProvider, yielded: list[_Yielded]) -> None:
     entry: Any = None
-    yielded: list[tuple[TensorSource, int | None]] = []
+    number = len(state.parts)
     try:
         for entry in provider.entries():
             if type(entry) is ObjectSource:  # first: a model may have several for each layer
@@ -141,13 +158,13 @@ def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
                 state.tail_keys.extend(keys)
             elif isinstance(entry, TensorSource):
                 state.tensors.add(prefix + entry.key, *entry[1:])
-                yielded.append((entry, _version_of(entry.tensor)))
+                yielded.append(_Yielded(number, entry, _version_of(entry.tensor)))
             elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
                 state.tail.append(entry)
                 state.tail_keys.append(prefix + entry.key)
                 source = getattr(entry, "source", None)
                 if isinstance(source, TensorSource):  # of a tensor that is encoded
-                    yielded.append((source, _version_of(source.tensor)))
+                    yielded.append(_Yielded(number, source, _version_of(source.tensor)))
             else:
                 raise TypeError(
                     f"it yielded a {type(entry).__qualname__}: expected Tensors, a TensorSource, an "
@@ -156,12 +173,6 @@ def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     except TypeError:
         _check_keys(entry)
         raise
-    for source, version in yielded:  # nothing was copied: each would be stored as it is now
-        if _version_of(source.tensor) != version:
-            raise MismatchError(
-                f"tensor {source.key!r} was changed by `entries`, which had yielded it: expected a tensor "
-                "with memory of its own for each source"
-            )
 
 
 def _version_of(tensor: Any) -> int | None:
@@ -200,10 +211,12 @@ def _checked_notes(name: str, provider: object) -> dict[str, str]:
     Raises:
         MismatchError: they, or its name, are not text that UTF-8 has: no manifest could have them.
     """
-    notes = notes_of(provider)
-    for key, value in notes.items():
+    found = notes_of(provider)
+    for key, value in found.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise MismatchError(f"its notes have {key!r}: {value!r}: expected text for text")
+    # Of numpy's str_ and other subclasses, msgspec makes no JSON: a poll of this rank alone would raise.
+    notes = {str(key): str(value) for key, value in found.items()}
     for text in chain([name], *notes.items()):
         try:
             text.encode()

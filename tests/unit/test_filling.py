@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
-from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.index import StoredTensors, TensorEntry
 from megatron_datastates.pipeline.loading import filling
 from megatron_datastates.pipeline.loading.filling import fill, sharing
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -34,6 +34,25 @@ def load(how: str, directory: Path, target: Any) -> None:
         ds.load(directory, into={"w": target})
     else:
         dcp.load({"w": target}, storage_reader=DataStatesReader(directory), no_dist=True)
+
+
+@pytest.mark.parametrize("is_filled", [True, False])
+def test_a_load_reads_the_entries_of_all_tensors_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_filled: bool
+) -> None:
+    """With thousands of tensors, each would open the index, on every rank."""
+    state = {str(number): torch.ones(2) for number in range(5)}
+    ds.save(state, tmp_path / "c", **SMALL)
+    looks: list[int] = []
+    usual = StoredTensors._load
+
+    def count(tensors: StoredTensors, numbers: dict[str, int]) -> None:
+        looks.append(len(numbers))
+        usual(tensors, numbers)
+
+    monkeypatch.setattr(StoredTensors, "_load", count)
+    ds.load(tmp_path / "c", into={name: torch.zeros(2) for name in state} if is_filled else None)
+    assert looks == [5]
 
 
 # -- targets ----------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import subprocess
 import sys
 import threading
@@ -17,6 +19,8 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, MissingKeyError, SaveFailedError
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving import tail
 from megatron_datastates.providers import (
     Cast,
     Compressed,
@@ -27,7 +31,8 @@ from megatron_datastates.providers import (
     Tensors,
     TensorSource,
 )
-from tests.unit.states import Yields
+from tests.support.bytecodes import interrupted
+from tests.unit.states import Yields, new_saver
 
 WEIGHT = torch.arange(5, dtype=torch.float32)
 LATER = [Mutability.AT_FENCE, Mutability.NEVER]
@@ -50,6 +55,18 @@ def test_notes_that_utf_8_does_not_have_fail_the_save_by_name(tmp_path: Path, no
     provider.notes = notes  # type: ignore[attr-defined]
     with pytest.raises(SaveFailedError, match=r"'p' .* its name or notes have '\\udc80', .* UTF-8"):
         ds.save({"p": provider}, tmp_path / "c")
+
+
+def test_notes_and_names_may_be_of_classes_derived_from_str(tmp_path: Path) -> None:
+    """The JSON encoder takes none, and would raise in a poll, on this rank alone."""
+    provider = Yields(TensorSource("t", WEIGHT))
+    provider.notes = {np.str_("unit"): np.str_("metre")}  # type: ignore[attr-defined]
+    saver = new_saver()
+    publication = saver.start(tmp_path / "c", lambda: {np.str_("p"): provider})
+    assert publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    (entry,) = ds.open(tmp_path / "c").manifest.providers
+    assert (entry.name, entry.notes) == ("p", {"unit": "metre"})
 
 
 def test_a_provider_that_stores_nothing_has_a_name_in_utf_8(tmp_path: Path) -> None:
@@ -124,6 +141,26 @@ class Raises:
 
     def restore(self, reader: Any) -> None:
         raise NotImplementedError
+
+
+def test_an_entry_that_is_interrupted_anywhere_can_be_ended() -> None:
+    """A lock that stays held would make the trainer wait for ever."""
+    ended: list[int] = []
+
+    def write_and_end() -> None:
+        for number in itertools.count(1):
+            entry = tail._EntryWrite(len, "key", [])
+            was_interrupted = interrupted(functools.partial(entry, b"bytes"), tail.__file__, number)
+            entry.end()
+            ended.append(number)
+            if not was_interrupted:
+                break
+
+    thread = threading.Thread(target=write_and_end, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive(), f"interrupted before bytecode {len(ended) + 1}"
+    assert len(ended) > 10
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
@@ -293,6 +330,25 @@ def test_a_tensor_that_is_filled_anew_after_it_was_yielded_fails_the_save(tmp_pa
     with torch.inference_mode():
         counted = torch.ones(3)  # which torch counts no changes of
     ds.save({"p": Yields(TensorSource("t", counted), TensorSource("tied", counted))}, tmp_path)
+
+
+class RefillsOnce(Refills):
+    """Yields one tensor, filled anew by every call of `entries`."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(3)
+
+    def entries(self) -> Iterator[TensorSource]:
+        yield TensorSource("k", self._tensor.add_(1))
+
+
+def test_a_tensor_that_another_call_of_entries_fills_anew_fails_the_save(tmp_path: Path) -> None:
+    shared = RefillsOnce()
+    for state in ({"p": shared, "q": shared}, {"p": Compressed(shared), "q": Cast(shared, torch.bfloat16)}):
+        with pytest.raises(SaveFailedError, match=r"'p' .*: tensor 'k' was changed by `entries`"):
+            ds.save(state, tmp_path)
+    ds.save({"p": shared, "q": RefillsOnce()}, tmp_path)
+    assert torch.equal(ds.load(tmp_path)["p.k"], torch.full((3,), 5.0))
 
 
 # -- transformations in trees ------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +124,27 @@ def test_unchanged_tensors_are_linked_and_changed_ones_written(linking, tmp_path
     paths = [stable_file(tmp_path / str(number)) for number in range(4)]
     assert paths[0].samefile(paths[1]) and paths[2].samefile(paths[3]) and not paths[1].samefile(paths[2])
     assert [path.stat().st_nlink for path in paths] == [2, 2, 2, 2]
+
+
+def test_a_save_that_could_not_link_is_freed_without_the_garbage_collector(linking, tmp_path):
+    """Megatron's --manual-gc switches it off. The error that is kept had frames that refer to the save."""
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    shutil.rmtree(tmp_path / "0")
+    gc.collect()
+    gc.disable()
+    try:
+        publication = start(linking, tmp_path / "1", state)
+        assert publication.wait() is Outcome.PUBLISHED
+        publication.join()
+        stable = publication.save.stable
+        assert stable is not None and stable.link_error is not None
+        left = [weakref.ref(one) for one in (stable, *stable._jobs)]
+        del publication, stable
+        start(linking, tmp_path / "2", {"x": torch.ones(1)}).wait()
+        assert [one() for one in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
@@ -393,7 +416,8 @@ def test_a_signal_handler_that_looks_meanwhile_waits_for_nothing():
     assert looked == [False] and begun == [Output.DIGESTS, Output.FILE_AND_DIGESTS]
 
 
-def test_an_interrupt_leaves_no_job_that_nobody_ends():
+@pytest.mark.parametrize("link", [SimpleNamespace(), None], ids=["compared", "written"])
+def test_an_interrupt_leaves_no_job_that_nobody_ends(link):
     """What it reads would be freed while it reads."""
     number = 1
     while True:
@@ -405,8 +429,7 @@ def test_an_interrupt_leaves_no_job_that_nobody_ends():
             begun.append(job)
             return job
 
-        no_link: Any = SimpleNamespace()
-        file = StableFile(SaveId(1, 1), functools.partial(begin), (), no_link)
+        file = StableFile(SaveId(1, 1), functools.partial(begin), (), link)
         was_interrupted = interrupted(file.start, stable.__file__, number)
         file.cancel("the end")
         assert all(job.reasons for job in begun), f"interrupted before bytecode {number}"

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import resource
 import threading
 import time
 import weakref
@@ -309,6 +310,22 @@ def test_a_report_that_cannot_be_written_harms_nothing(tmp_path, caplog):
     saver.close()
     assert publication.outcome is Outcome.PUBLISHED
     assert "reports.jsonl: No such file" in caplog.text
+
+
+def test_a_report_that_is_written_in_part_is_noticed(reporting, tmp_path, caplog):
+    """As by a file system that is full within the line; the reader of reports knows such lines."""
+    saver, lines = reporting
+    save(saver, tmp_path / "0", {"a": torch.ones(99)})
+    lines()
+    path = tmp_path / "reports.jsonl"
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, usual[1]))
+    try:
+        saver.reporter.write(json.loads(path.read_text()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert "the report of a save was not written to" in caplog.text
+    assert "File too large" in caplog.text
 
 
 def test_listeners_are_given_the_report(reporting, tmp_path):

@@ -91,6 +91,7 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
     planned: list[list[ScheduledRead]] = []  # for each of them
     others: list[_Piece] = []
     with checkpoint.costs.timing("planning"):
+        checkpoint.index.preload(targets)  # one by one, each would open the index
         for key, (place, target) in targets.items():
             target = target.detach()
             if _fits_in_place(checkpoint, key, place, target):

@@ -56,7 +56,7 @@ class StableFile:
         self._link_tried = Flag()
         self._settled = Flag()  # whether the file is linked or written is decided
         self._deciding, self._is_deciding = threading.RLock(), False  # one thread decides that, once
-        self._lock = threading.Lock()  # a job does not begin once the save is cancelled
+        self._lock = threading.RLock()  # no job begins once the save is cancelled; see tail._EntryWrite
         self._cancelled = ""
         self._process = os.getpid()  # a forked child waits for nothing, and takes no lock
         self._error: Exception | None = None
@@ -193,7 +193,7 @@ class StableFile:
         try:
             self._link.make()
         except OSError as error:
-            self.link_error = error
+            self.link_error = error.with_traceback(None)  # whose frames refer to this object
         finally:
             self._link_tried.set()
 
