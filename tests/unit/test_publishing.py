@@ -14,7 +14,7 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import SaveFailedError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -43,6 +43,19 @@ def assert_holds(directory: Path, number: int) -> None:
     checkpoint = ds.open(directory)
     for key, tensor in tensors(number).items():
         assert torch.equal(checkpoint.read_tensor(key), tensor)
+
+
+@pytest.mark.parametrize(
+    ("limit", "what"), [("MANIFEST_BYTES", "the manifest"), ("INDEX_BYTES", "the index")]
+)
+def test_nothing_is_published_that_no_load_would_read(monkeypatch, tmp_path: Path, limit: str, what: str):
+    at = tmp_path / "ck"
+    ds.save(tensors(1), at)
+    monkeypatch.setattr(directory_publisher, limit, 99)
+    with pytest.raises(SaveFailedError, match=f"{what} of this checkpoint has .* no load reads more than 99"):
+        ds.save(tensors(2), at)
+    assert_holds(at, 1)
+    assert len(data_files(at)) == 1, "what was not published is removed"
 
 
 def data_files(directory: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
-from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles
+from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles, encoded_manifest
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files, sync_above
 from megatron_datastates.pipeline.runs.branches import point_of
@@ -120,7 +120,8 @@ class NearShare:
         }
         self.small_files = files
         known = self._layouts.near_index(files.manifest.index.sha256, self._firsts) is not None
-        offer = _Offer(files.manifest.encode(), files.metadata, self.others, b"" if known else files.index)
+        manifest = encoded_manifest(files.manifest, files.index)
+        offer = _Offer(manifest, files.metadata, self.others, b"" if known else files.index)
         encoded = msgspec.msgpack.encode(offer)
         if len(encoded) >= 1 << 31:  # sums of the ranks are of 32 bits
             raise DataStatesError(

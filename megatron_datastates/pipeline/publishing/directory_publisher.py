@@ -20,7 +20,7 @@ import msgspec
 from megatron_datastates.engine.atomic_files import remove_replaced, sync_directory, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import is_object, sha256_of
+from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, is_object, sha256_of
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -45,6 +45,18 @@ class SmallFiles:
     metadata: bytes  # of metadata.json; if empty, none is written, and one of another format is removed
     # By name: what the manifest names under `others`, as far as it is not in the directory yet.
     others: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def encoded_manifest(manifest: Manifest, index: bytes) -> bytes:
+    """Returns the bytes of a manifest. Raises DataStatesError: no load would read it, or the index."""
+    encoded = manifest.encode()
+    for what, data, most in (("manifest", encoded, MANIFEST_BYTES), ("index", index, INDEX_BYTES)):
+        if len(data) > most:
+            raise DataStatesError(
+                f"the {what} of this checkpoint has {len(data)} bytes, and no load reads more than {most}: "
+                "save fewer and larger tensors, and shorter notes of state providers"
+            )
+    return encoded
 
 
 class DirectoryPublisher:
@@ -78,7 +90,7 @@ class DirectoryPublisher:
                 store, a manifest that was sent may yet appear.
         """
         directory, manifest = self.directory, self._manifest()
-        encoded, path = manifest.encode(), directory / MANIFEST_NAME
+        encoded, path = encoded_manifest(manifest, self._files.index), directory / MANIFEST_NAME
         own = {manifest.index.name: self._files.index, **self._files.others}
         try:
             if not manifest.files:
