@@ -10,6 +10,7 @@ fragments of a key on demand.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -43,6 +44,9 @@ from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, FORMAT_VERSIO
 
 _MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
 _MOST_ENTRIES = 1 << 32  # of a footer
+# An access to an entry that is not decoded yet reads those that follow, too, after so many accesses, so many
+# entries and so many bytes at most: one by one, each opens the file.
+_FEW_MISSES, _MOST_AHEAD, _AHEAD_BYTES = 8, 64, 64 << 10
 _MOST_SIMILAR = 2  # keys in a message
 _MOST_COMPARED = 5000  # keys; of so many, the comparison takes less than a second
 TensorFacts = tuple[str, str, tuple[int, ...], bool]  # key, dtype, global shape, whether it is encoded
@@ -219,6 +223,11 @@ class StoredTensors(Mapping[str, TensorEntry]):
 
     def __init__(self, directory: Directory, read: ReadRanges, decoded: DecodedEntries) -> None:
         self.directory, self.read, self._decoded = directory, read, decoded
+        self._misses = 0  # first accesses so far
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return list(self._numbers)
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
@@ -231,7 +240,7 @@ class StoredTensors(Mapping[str, TensorEntry]):
 
     def __getitem__(self, key: str) -> TensorEntry:
         if key not in self._decoded:
-            self._load({key: self._numbers[key]})
+            self._load_ahead(key)
         return self._decoded[key]
 
     def __contains__(self, key: object) -> bool:
@@ -251,6 +260,21 @@ class StoredTensors(Mapping[str, TensorEntry]):
     def preload(self, keys: Iterable[str]) -> None:
         """See Index.preload."""
         self._load({k: self._numbers[k] for k in keys if k in self._numbers and k not in self._decoded})
+
+    def _load_ahead(self, key: str) -> None:
+        """Loads an entry; and those next to it, once so many were needed that all may be."""
+        number = self._numbers[key]
+        self._misses += 1
+        if self._misses > _FEW_MISSES:
+            last = min(number + _MOST_AHEAD, len(self._names))
+            rows = self.directory.rows(list(range(number, last)))
+            sizes = itertools.accumulate(row.stored_bytes for row in rows)
+            count = sum(size <= _AHEAD_BYTES for size in sizes)
+            # One of the others may be damaged, which is no fault of this one.
+            with contextlib.suppress(FormatError, UnsupportedFormatError):
+                self.preload(self._names[number : number + count])
+        if key not in self._decoded:
+            self._load({key: number})
 
     def _load(self, numbers: Mapping[str, int]) -> None:
         keys = sorted(numbers, key=numbers.__getitem__)

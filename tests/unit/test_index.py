@@ -137,11 +137,15 @@ def test_the_name_of_an_index_depends_on_its_sections():
 # -- sections on demand -----------------------------------------------------------------------------------
 
 
-def opened(data: bytes, asked: list[tuple[int, int]]) -> Index:
-    """Returns an index of which only the directory was read; `asked` lists what else is read."""
+def opened(data: bytes, asked: list, *, whole: bool = False) -> Index:
+    """Returns an index of which only the directory was read.
+
+    Args:
+        asked: lists what else is read: ranges, or (`whole`) the list of ranges of each call.
+    """
 
     def read(ranges):
-        asked.extend(ranges)
+        asked.append(ranges) if whole else asked.extend(ranges)
         return [data[at : at + size] for at, size in ranges]
 
     directory = data[: index_entry(data).directory_bytes]
@@ -161,6 +165,30 @@ def test_preloaded_sections_are_read_once_in_the_order_of_the_file():
     assert len(asked) == 3
     index.preload("abcd")
     assert len(asked) == 4
+
+
+HUNDREDS = index_of([(fragment(f"w{key:03}", [4], [0], [4]), 0, 4096 + 4 * key) for key in range(500)])
+
+
+def test_entries_that_are_asked_for_one_by_one_are_read_many_at_a_time():
+    asked: list[list[tuple[int, int]]] = []
+    index = opened(HUNDREDS.encode(), asked, whole=True)
+    for key in list(index.tensors)[:3]:
+        index.tensor(key)
+    assert [len(ranges) for ranges in asked] == [1, 1, 1], "of few tensors, no others are read"
+    assert contents(index) == contents(HUNDREDS)
+    assert len(asked) < 20
+    assert sum(map(len, asked)) == 500
+
+
+def test_entries_that_are_read_ahead_may_be_damaged():
+    data = bytearray(HUNDREDS.encode())
+    data[-1] ^= 1
+    index = opened(bytes(data), [])
+    keys = list(index.tensors)
+    assert [index.tensor(key).global_shape for key in keys[:-1]] == [(4,)] * 499
+    with pytest.raises(FormatError, match="it: the section of 'w499' is damaged"):
+        index.tensor(keys[-1])
 
 
 def test_keys_shapes_and_dtypes_are_known_from_the_directory_alone():
