@@ -400,7 +400,7 @@ class Publication:
     def _publish(self) -> None:
         try:
             self._indexes.store(self.records, lambda: self._abandoned or self.is_over)
-        except Exception as error:
+        except BaseException as error:  # or polls would wait for ever
             self._manifest_in_place = False
             self.save.fail(error)
             return
@@ -414,7 +414,7 @@ class Publication:
         self._manifest_in_place = False  # until this rank stores it
         try:
             near.offer(self._new_small_files())
-        except Exception as error:
+        except BaseException as error:  # as above
             self.save.fail(error)
 
     def _publish_alone(self) -> None:

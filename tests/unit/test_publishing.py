@@ -23,6 +23,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher, presence
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.publishing.indexes import IndexExchange
 from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.pipeline.upkeep import remove as remove_module
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
@@ -114,6 +115,20 @@ def test_what_is_gone_when_all_are_durable_is_not_published(tmp_path, monkeypatc
     assert publication.outcome is Outcome.FAILED
     assert "were not found in" in str(publication.error)
     assert not (directory / MANIFEST_NAME).exists()
+
+
+def test_a_panic_while_indexes_are_stored_fails_the_save(saver, tmp_path, monkeypatch):
+    """Clients in Rust panic with a BaseException; polls would wait for a thread that has ended."""
+
+    def panics(*args):
+        raise BaseException("a panic")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexExchange, "store", panics)
+        publication = save(saver, tmp_path, tensors(1))
+    assert publication.outcome is Outcome.FAILED and "a panic" in str(publication.error)
+    assert save(saver, tmp_path, tensors(2)).outcome is Outcome.PUBLISHED
+    assert_holds(tmp_path, 2)
 
 
 def test_a_directory_that_is_gone_is_not_made_anew(tmp_path):
