@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Mutability, StateProvider
-from megatron_datastates.providers.named import Shard, map_leaves, named_values, nested, tree_of
+from megatron_datastates.providers.named import Shard, is_empty, map_leaves, named_values, nested, tree_of
 
 __all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "open", "save"]
 
@@ -229,8 +229,11 @@ def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     kept = shards.keys() | providers.keys()
     others = {name: value for name, value in wanted.items() if name not in kept}
     empty = {name for name, value in others.items() if isinstance(value, Mapping) and not value}
-    found: dict[str, Any] = _load_below(checkpoint, empty - set(checkpoint.index.objects))
+    stored = set(checkpoint.index.objects)
+    found: dict[str, Any] = _load_below(checkpoint, empty - stored)
     found |= checkpoint.read_objects(name for name in others if name not in found)
+    # Ranks that have nothing of a state pass {} beside the one that has it all.
+    found |= _load_below(checkpoint, {name for name in empty & stored if is_empty(found[name])})
     restore(checkpoint, providers)
     return map_leaves(into, lambda name: wanted[name] if name in kept else found[name])
 

@@ -129,7 +129,7 @@ class DataStatesWriter(StorageWriter):
         self._require_own_turn()
         context = self._context(plan.storage_data)
         publication = part_saver_for(self._options).write(context, PlannedState(plan, planner))
-        if self._save_id is not None:
+        if self._save_id is not None and self._is_own_turn():
             self._publication = publication
         save, part = publication.save, publication.part()
         result = WriteResult(MetadataIndex(_PART), save.file.bytes if save.file else 0, part)
@@ -172,9 +172,16 @@ class DataStatesWriter(StorageWriter):
                 publication.save.cancel_and_remove("the save was not published")
             raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process saves with a copy. After a save that failed on another rank, one is still here.
+        return {**vars(self), "_save_id": None, "_publication": None}
+
+    def _is_own_turn(self) -> bool:
+        return self._thread == threading.get_ident()
+
     def _require_own_turn(self) -> None:
         # The save that began last has set the directory: this one would write to it.
-        if self._thread != threading.get_ident():
+        if not self._is_own_turn():
             raise DataStatesError(
                 f"the DataStatesWriter of this save began another one, to {self._directory}, before this one "
                 "was over: nothing was published. Wait for the future of async_save, or give each save a "

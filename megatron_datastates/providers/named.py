@@ -127,20 +127,27 @@ def nested(values: Mapping[str, Any]) -> dict[Any, Any]:
     """Returns nested dictionaries of which `leaves` makes these names; whole numbers in names are ints.
 
     Raises:
-        MismatchError: a name is both that of a value and of a dictionary.
+        MismatchError: a name is both that of a value and of a dictionary that is not empty.
     """
     found: dict[Any, Any] = {}
     for name, value in values.items():
         parts, inner = name.split("."), found
         for end in range(1, len(parts)):
-            if (outer := ".".join(parts[:end])) in values:
+            outer = ".".join(parts[:end])
+            if outer in values and not is_empty(values[outer]):
                 raise MismatchError(
                     f"there are the values {outer!r} and {name!r}, and no nested dictionaries that have "
                     "both: name them in `into`"
                 )
             inner = inner.setdefault(_key(parts[end - 1]), {})
-        inner[_key(parts[-1])] = value
+        if not is_empty(value) or _key(parts[-1]) not in inner:
+            inner[_key(parts[-1])] = value
     return found
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a stored value is an empty dictionary, beside which values below its name may be."""
+    return isinstance(value, dict) and not value
 
 
 def _key(text: str) -> str | int:

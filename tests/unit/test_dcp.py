@@ -7,10 +7,12 @@ import io
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
@@ -369,6 +372,53 @@ def test_a_save_that_another_of_the_same_writer_overtakes_fails(tmp_path: Path) 
     assert f"began another one, to {tmp_path / 'second'}" in str(cause_of(caught))
     assert not (tmp_path / "first").exists()
     assert_equal(load(blank(), tmp_path / "second"), state(2))
+
+
+class _SlowObjects(dcp.DefaultSavePlanner):
+    """Serializes no object before it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type is WriteItemType.BYTE_IO:
+            self.begun.set()
+            assert self.may_go_on.wait(60)
+        return super().resolve_data(write_item)
+
+
+def test_a_save_that_overtakes_is_published_though_the_other_is_written_after_it(tmp_path: Path) -> None:
+    planner = _SlowObjects()
+
+    class Writer(DataStatesWriter):
+        def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+            if threading.current_thread() is threading.main_thread():  # the second save has written, too
+                planner.may_go_on.set()
+                first.exception(60)
+            super().finish(metadata, results)
+
+    writer = Writer(tmp_path, **SMALL)
+    first = dcp.async_save(state(1), checkpoint_id=tmp_path / "first", storage_writer=writer, planner=planner)
+    assert isinstance(first, Future) and planner.begun.wait(60)
+    dcp.save(state(2), checkpoint_id=tmp_path / "second", storage_writer=writer)
+    assert "began another one" in str(first.exception())
+    assert_equal(load(blank(), tmp_path / "second"), state(2))
+
+
+def test_a_writer_whose_save_another_rank_has_failed_can_be_sent_to_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("of another rank, so that the writer has no part in it")
+
+    writer = DataStatesWriter(tmp_path, **SMALL)
+    with monkeypatch.context() as failing:
+        failing.setattr(DataStatesWriter, "finish", fail)
+        with pytest.raises(CheckpointException):
+            dcp.save(state(), storage_writer=writer)
+    dcp.save(state(), storage_writer=pickle.loads(pickle.dumps(writer)))
+    assert_equal(load(blank(), tmp_path), state())
 
 
 @pytest.mark.parametrize("fsyncs", [None, 1, 2, 3])

@@ -232,6 +232,16 @@ def test_an_empty_mapping_of_which_nothing_is_stored_is_missing(tmp_path: Path) 
         ds.load(tmp_path, into={"b": {}})
 
 
+def test_an_empty_mapping_hides_no_values_below_its_name(tmp_path: Path) -> None:
+    # As DCP's get_model_state_dict(..., full_state_dict=True) returns them: {} on all ranks but one.
+    whole = {"x.model.w": torch.ones(2), "x.model.n": 3, "x": {"model": {}, "none": {}}}
+    ds.save(whole, tmp_path)
+    found = ds.load(tmp_path, into={"x": {"model": {}, "none": {}}})["x"]
+    assert found["model"]["w"].tolist() == [1, 1] and found["model"]["n"] == 3 and found["none"] == {}
+    found = ds.load(tmp_path, into={"x": {}})["x"]
+    assert found["model"]["w"].tolist() == [1, 1] and found["model"]["n"] == 3 and found["none"] == {}
+
+
 def test_empty_mappings_may_be_below_one_another(tmp_path: Path) -> None:
     ds.save({"a": {"b": {"c": 1}, "d": torch.ones(1)}, "ab": {"c": 2}}, tmp_path)
     found = ds.load(tmp_path, into={"a": {}, "a.b": {}, "ab": {}})
