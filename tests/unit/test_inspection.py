@@ -49,7 +49,7 @@ def test_ls_lists_every_iteration(root):
     lines = output_of("ls", root).splitlines()
     assert [line.split()[2] for line in lines[1:6]] == ["yes", "yes", "no", "DAMAGED", "DAMAGED"]
     assert lines[6].startswith("iter_0000015: it has no datastates.manifest: `datastates repair")
-    assert "does not begin as a datastates manifest" in lines[7]
+    assert "does not begin as a datastates manifest does: `datastates repair` rebuilds it" in lines[7]
     assert lines[8] == "iter_0000025: .metadata is missing"
 
 
