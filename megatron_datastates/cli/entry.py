@@ -1,6 +1,6 @@
 """The entry point of the console script. An interrupt at any moment is one line and exit code 130.
 
-A reader of the output that goes early, such as `head`, ends a command without a word and with exit code 141.
+Where a reader of the output ends early, such as `head`, a command prints nothing and ends with exit code 141.
 
 Importing this imports next to nothing, so that an interrupt while click is imported is caught, too. Commands
 import what they need when they run: the package's heavy parts take seconds, help and completion do not wait.
@@ -112,8 +112,8 @@ def _end_without_output(error: OSError) -> None:
     if isinstance(error, BrokenPipeError):
         os.dup2(nowhere, 2)
         sys.exit(NO_READER)
-    place = f"{error.filename}: " if error.filename is not None else "the output cannot be written: "
-    print(f"datastates: {place}{error.strerror}", file=sys.stderr)
+    place = "standard output" if error.filename is None else error.filename
+    print(f"datastates: {place}: {error.strerror}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -172,12 +172,20 @@ def say(text: str = "", hanging: int = 4) -> None:
     Args:
         hanging: spaces before all lines but the first, where a line of the text is folded.
     """
-    print(_folded(printable(text, keep="\n"), sys.stdout, hanging))
+    _print(_folded(printable(text, keep="\n"), sys.stdout, hanging))
 
 
 def say_as_is(text: str) -> None:
     """Prints text that is data, or to be copied: as `say`, and never folded."""
-    print(printable(text, keep="\n"))
+    _print(printable(text, keep="\n"))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text)
+    except OSError as error:  # else a message would not say what could not be written
+        error.filename = "standard output"
+        raise
 
 
 def say_rows(rows: Sequence[tuple[str, str]]) -> None:
@@ -249,7 +257,7 @@ class Table:
                 cell.rjust(width) if to_right else cell.ljust(width)
                 for cell, width, to_right in zip(row, widths, self._right, strict=True)
             ]
-            print("\n".join(_row_lines(cells, columns)))
+            _print("\n".join(_row_lines(cells, columns)))
 
 
 def _row_lines(cells: Sequence[str], columns: int) -> list[str]:
@@ -268,7 +276,7 @@ def print_json(value: Any) -> None:
     Raises:
         RecursionError: the value is nested too deeply, or contains itself.
     """
-    print(json.dumps(_strict(value)))
+    _print(json.dumps(_strict(value)))
 
 
 def _strict(value: Any) -> Any:

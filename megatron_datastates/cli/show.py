@@ -60,7 +60,8 @@ def show(
     Statistics cover the finite elements and are computed in float64, where they may overflow to inf (null in
     JSON). The norm is the square root of the sum of squares.
 
-    Exit codes: 0 listed; 1 the checkpoint is damaged; 2 no such checkpoint, or no key matches.
+    Exit codes: 0 listed; 1 the checkpoint is damaged; 2 no such checkpoint, no key matches, or a file is
+    missing, truncated or unreadable.
 
     \b
     Example: datastates show runs/gpt/iter_0001000 '*norm*' --stats
@@ -90,7 +91,8 @@ def show(
             _print_summary(path, source)
     if as_json:
         rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
-        print_json({"format": source.format, "tensors": rows, "objects": objects, "streams": streams})
+        found_in = {"path": str(path), "format": source.format}
+        print_json(found_in | {"tensors": rows, "objects": objects, "streams": streams})
     else:
         _print_tensors(tensors, found, stats)
         _print_tail("object", objects)

@@ -92,7 +92,7 @@ def verify(
             cannot(verdict)
         verdicts: list[Verdict | Exception] = [verdict]
         if as_json:
-            print_json(_plain(verdict))
+            print_json({"path": str(path)} | _plain(verdict))
         else:
             _print_verdict(path, verdict, quick)
     else:

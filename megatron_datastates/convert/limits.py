@@ -30,8 +30,7 @@ class Limits:
         least = _LEAST_WORKER_BYTES + _LEAST_STAGING_BYTES
         if self.memory_bytes < least:
             raise OptionError(
-                f"--memory: {self.memory_bytes} bytes are too few for a conversion: expected at least "
-                f"{least // MIB}MiB"
+                f"--memory: expected at least {least // MIB}MiB for a conversion, found {self.memory_bytes} B"
             )
         if self.workers < 0:
             raise OptionError(f"{self.workers} workers: expected 1 or more, or 0 for one per CPU core")

@@ -111,8 +111,8 @@ def _refuse_streams(source: Source, format: str) -> None:
     if source.streams and format != DataStatesSink.format:
         some = ", ".join(map(repr, source.streams[:_MOST_FAULTS_LISTED]))
         raise OptionError(
-            f"{source.directory} has {len(source.streams)} streams, such as {some}, and {format} holds none: "
-            f"convert it to {DataStatesSink.format}"
+            f"{source.directory} has streams, such as {some}, and {format} holds none: "
+            f"choose --to {DataStatesSink.format}"
         )
 
 

@@ -179,16 +179,17 @@ class _Identity(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(Manifest)
 _IDENTITY_DECODER = msgspec.json.Decoder(_Identity)
 _Found = TypeVar("_Found")
+_MAY_HELP = "`datastates repair` rebuilds it if the other files are undamaged"
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Found], data: bytes, name: str) -> tuple[int, _Found]:
     """Returns the version of the format, and what is decoded of the JSON. Raises as Manifest.decode."""
     line = _LINE.match(data)
     if line is None:
-        raise FormatError(f"{name} does not begin as a datastates manifest does")
+        raise FormatError(f"{name} does not begin as a datastates manifest does: {_MAY_HELP}")
     body = data[line.end() :]
     if int(line[2]) != len(body) or int(line[3], 16) != zlib.crc32(body):
-        raise FormatError(f"{name} is damaged: its length or checksum differs")
+        raise FormatError(f"{name} is damaged: its length or checksum differs: {_MAY_HELP}")
     version = int(line[1])
     check_readable(name, version, 0)  # before decoding fields that may have another meaning
     try:

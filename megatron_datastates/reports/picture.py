@@ -75,7 +75,7 @@ def draw(saves: Sequence[Save], title: str) -> Any:
     figure.suptitle(plot_text(title), fontsize=11)
     for axes, (_, panel) in zip(figure.subplots(len(panels), 1, height_ratios=heights), panels, strict=True):
         panel(axes, saves)
-        axes.tick_params(labelsize=8)
+        axes.tick_params(which="both", labelsize=8)
     return figure
 
 
@@ -287,6 +287,8 @@ def _draw_milestones(axes: Any, saves: Sequence[Save]) -> None:
     between = [math.nan if seconds is None else seconds * 1000 for seconds in intervals(saves)]
     axes.plot(places, between, "--", label="next save begins", color="#555555", linewidth=1, **dots)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")  # 20, not 2 x 10^1
+    axes.yaxis.set_minor_formatter(importlib.import_module("matplotlib.ticker").LogFormatter())
     axes.set_ylabel("ms since its start", fontsize=8)
     axes.set_title(
         "How long each save took to its milestones (slowest rank), and held the trainer", loc="left"

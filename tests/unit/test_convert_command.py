@@ -385,7 +385,7 @@ def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
         (["{source}", "{tmp}/made", "--memory", "lots"], "--memory lots: expected a size"),
         (
             ["{source}", "{tmp}/made", "--memory", "1MiB"],
-            "--memory: 1048576 bytes are too few for a conversion: expected at least 66MiB",
+            "--memory: expected at least 66MiB for a conversion, found 1048576 B",
         ),
         (["{tmp}", "{tmp}/made", "--all"], "has no directory iter_*"),
     ],

@@ -154,6 +154,12 @@ def test_metadata_json_that_megatron_refuses_is_a_fault(
     assert text in " ".join(faults_of(megatrons)) and bool(faults_of(megatrons)) == bool(text)
 
 
+def test_a_lost_metadata_json_is_a_fault_where_megatron_needs_it(megatrons: Path) -> None:
+    (megatrons / "metadata.json").unlink()
+    assert "metadata.json is missing, and Megatron does not load" in " ".join(faults_of(megatrons))
+    assert faults_of(megatrons.rename(megatrons.with_name("step_5"))) == [], "DCP writes no such file"
+
+
 def test_a_later_release_may_add_attributes_and_settings(megatrons: Path) -> None:
     metadata = pickle.loads((megatrons / ".metadata").read_bytes())
     metadata.added_later, metadata.mcore_data = 1, {}

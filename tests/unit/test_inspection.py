@@ -49,7 +49,7 @@ def test_ls_lists_every_iteration(root):
     lines = output_of("ls", root).splitlines()
     assert [line.split()[2] for line in lines[1:6]] == ["yes", "yes", "no", "DAMAGED", "DAMAGED"]
     assert lines[6].startswith("iter_0000015: it has no datastates.manifest: `datastates repair")
-    assert "does not begin as a datastates manifest" in lines[7]
+    assert "does not begin as a datastates manifest does: `datastates repair` rebuilds it" in lines[7]
     assert lines[8] == "iter_0000025: .metadata is missing"
 
 
@@ -108,6 +108,7 @@ def test_ls_says_what_an_empty_directory_may_be(root):
 
 def test_show_lists_keys_shapes_dtypes_shards_files_and_bytes(checkpoint):
     found = json.loads(output_of("show", checkpoint, "--json"))
+    assert (found["path"], found["format"]) == (str(checkpoint), "datastates")
     rows = {row["key"]: row for row in found["tensors"]}
     assert rows.keys() == TENSORS.keys()
     for key, tensor in TENSORS.items():
@@ -179,7 +180,7 @@ def test_an_absolute_value_may_be_larger_than_the_dtype_can_hold(name, large):
 def test_verify_reports_good_and_faulty_by_its_exit_code(checkpoint):
     assert ": good: 6 tensors and 2 objects in 1 file, " in output_of("verify", checkpoint)
     verdict = json.loads(output_of("verify", checkpoint, "--quick", "--json"))
-    assert (verdict["good"], verdict["bytes_checked"]) == (True, 0)
+    assert (verdict["path"], verdict["good"], verdict["bytes_checked"]) == (str(checkpoint), True, 0)
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     result = call("verify", checkpoint)
     assert result.exit_code == 1

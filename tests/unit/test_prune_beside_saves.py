@@ -328,4 +328,4 @@ def test_a_directory_that_a_save_has_just_made_stays(root):
     plan = plan_prune(root, RetentionRules(keep_last=5))
     assert [one.number for one in plan.removed] == [250]
     (why,) = [why for one, why in plan.kept if one.number == 150]
-    assert "it is empty, and was made 0 s ago" in why
+    assert "it is empty, and was last changed 0 s ago" in why

@@ -500,6 +500,14 @@ def test_copies_and_the_drain_are_drawn(written: Callable[..., Path], tmp_path: 
     assert {"copies", "drained"} & set().union(*without) == set()
 
 
+def test_times_of_milestones_are_plain_numbers(written: Callable[..., Path]) -> None:
+    figure = draw(read_reports([written(SAVES)]).saves, "")
+    figure.draw_without_rendering()
+    axis = figure.axes[2].yaxis
+    texts = [label.get_text() for minor in (False, True) for label in axis.get_ticklabels(minor=minor)]
+    assert "100" in texts and all(text == "" or float(text) > 0 for text in texts)
+
+
 def stages_drawn(path: Path) -> list[set[str]]:
     """Returns what the lanes, the bars of single saves and the lines of milestones are called."""
     clock, details, milestones, *_ = draw(read_reports([path]).saves, "").axes

@@ -245,11 +245,14 @@ def test_an_ignored_sigint_stays_ignored():
     assert signal.SIGINT.value + 128 == 130
 
 
-def test_an_output_that_cannot_be_written_is_one_line_and_not_a_faulty_checkpoint():
-    command = [sys.executable, "-m", "megatron_datastates", "verify", str(GOLDEN)]
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("name", ["verify", "show"])
+def test_an_output_that_cannot_be_written_is_one_line_and_not_a_faulty_checkpoint(name: str, unbuffered: str):
+    command = [sys.executable, "-m", "megatron_datastates", name, str(GOLDEN)]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    text = "datastates: the output cannot be written: No space left on device\n"
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    text = "datastates: standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (2, text)
 
 

@@ -88,7 +88,7 @@ def read_config(config: Config) -> tuple[Family, Arguments]:
         a = Arguments(**family.read(complete), vocab_size=config["vocab_size"])
         ours = family.config(a)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise FormatError(f"config.json lacks or mistakes a member: {error}") from error
+        raise FormatError(f"config.json lacks a member, or has a wrong value of one: {error}") from error
     differing = family.differences(a) or _differences(complete, ours)
     if differing:
         assumed = [name for name in differing if name in complete and name not in config]

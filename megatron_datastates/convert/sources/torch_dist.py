@@ -269,13 +269,17 @@ class TorchDistSource(Source):
         ]
 
     def structure_faults(self) -> Iterator[str]:
-        return index_faults(self.directory, list(self.records()))
-
-    def structure_notes(self) -> Iterator[str]:
         # DCP writes no such file, and with ARGUMENTS_KEY Megatron has left the writing to DCP.
         is_of_run = iteration_in_name(self.directory.name) is not None and ARGUMENTS_KEY not in self._objects
         if is_of_run and METADATA_NAME not in names_in(self.directory):
-            yield f"{METADATA_NAME} is missing: Megatron does not load the checkpoint without it"
+            missing = self.directory / METADATA_NAME
+            yield (
+                f"{missing} is missing, and Megatron does not load the checkpoint without it: "
+                "`datastates ls` of the run prints what to write into it"
+            )
+        yield from index_faults(self.directory, list(self.records()))
+
+    def structure_notes(self) -> Iterator[str]:
         self.note_files()
         if self.doubt:
             yield self.doubt

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import DataStatesError, StorageError, describe_error
 from megatron_datastates.files import Status, is_object, put_back, status_of
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
@@ -88,7 +88,8 @@ def prune(
         except OSError as error:
             if is_gone(one.path):
                 continue  # another call, or the training, has removed it meanwhile
-            failure = StorageError(f"{one.path} was not removed: {error}. {_state(one.path / index_name)}")
+            why_not, state = describe_error(error), _state(one.path / index_name)
+            failure = StorageError(f"{one.path} was not removed: {why_not}. {state}")
             if fails is None:
                 raise failure from error
             fails(one, failure)

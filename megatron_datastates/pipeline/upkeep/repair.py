@@ -36,6 +36,7 @@ from megatron_datastates.errors import (
     RepairRefusedError,
     StorageError,
     UnsafeObjectError,
+    describe_error,
 )
 from megatron_datastates.files import (
     INDEX_BYTES,
@@ -144,7 +145,7 @@ def repair(
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
         write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults), manifest.save_id)
     except OSError as error:
-        raise StorageError(f"the manifest of {path} was not written: {error}") from error
+        raise StorageError(f"the manifest of {path} was not written: {describe_error(error)}") from error
     return Repair(manifest, verdict.bytes_checked, [*verdict.notes, *notes])
 
 

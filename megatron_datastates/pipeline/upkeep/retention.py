@@ -200,7 +200,7 @@ def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
     age = time.time() - one.path.stat().st_mtime
     if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
         return None
-    return f"a save into it may be under way: it is empty, and was made {age_text(age)} ago"
+    return f"a save into it may be under way: it is empty, and was last changed {age_text(age)} ago"
 
 
 def _link_targets(root: Path) -> dict[str, str]:
