@@ -157,7 +157,15 @@ def test_metadata_json_that_megatron_refuses_is_a_fault(
 def test_a_lost_metadata_json_is_a_fault_where_megatron_needs_it(megatrons: Path) -> None:
     (megatrons / "metadata.json").unlink()
     assert "metadata.json is missing, and Megatron does not load" in " ".join(faults_of(megatrons))
-    assert faults_of(megatrons.rename(megatrons.with_name("step_5"))) == [], "DCP writes no such file"
+
+
+def test_dcp_writes_no_metadata_json_whatever_the_directorys_name(nested: Path) -> None:
+    at = nested.rename(nested.with_name("iter_0000005"))
+    verdict = verify_source(open_source(at))
+    assert not verdict.faults
+    assert "metadata.json is missing: Megatron does not load" in " ".join(verdict.notes)
+    torch.save({"iteration": 5}, at / "common.pt")
+    assert "metadata.json is missing, and Megatron does not load" in " ".join(faults_of(at))
 
 
 def test_a_later_release_may_add_attributes_and_settings(megatrons: Path) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -38,6 +38,7 @@ from megatron_datastates.files import names_in, open_regular, size_of
 from megatron_datastates.format.directory import (
     ARGUMENTS_KEY,
     COMMON_FILE,
+    COMMON_STATE_KEY,
     METADATA_NAME,
     OPTIMIZER_MAPS_NAME,
     TORCH_DIST_INDEX,
@@ -269,17 +270,23 @@ class TorchDistSource(Source):
         ]
 
     def structure_faults(self) -> Iterator[str]:
-        # DCP writes no such file, and with ARGUMENTS_KEY Megatron has left the writing to DCP.
-        is_of_run = iteration_in_name(self.directory.name) is not None and ARGUMENTS_KEY not in self._objects
-        if is_of_run and METADATA_NAME not in names_in(self.directory):
-            missing = self.directory / METADATA_NAME
+        names = names_in(self.directory)
+        if METADATA_NAME not in names and self._has_common_state(names):
             yield (
-                f"{missing} is missing, and Megatron does not load the checkpoint without it: "
-                "`datastates ls` of the run prints what to write into it"
+                f"{self.directory / METADATA_NAME} is missing, and Megatron does not load the checkpoint "
+                "without it: `datastates ls` of the run prints what to write into it"
             )
         yield from index_faults(self.directory, list(self.records()))
 
+    def _has_common_state(self, names: Collection[str]) -> bool:
+        return COMMON_STATE_KEY in self._objects or COMMON_FILE in names
+
     def structure_notes(self) -> Iterator[str]:
+        # DCP writes no such file, and with ARGUMENTS_KEY Megatron has left the writing to DCP.
+        is_of_run = iteration_in_name(self.directory.name) is not None and ARGUMENTS_KEY not in self._objects
+        names = names_in(self.directory)
+        if is_of_run and METADATA_NAME not in names and not self._has_common_state(names):
+            yield f"{METADATA_NAME} is missing: Megatron does not load the checkpoint without it"
         self.note_files()
         if self.doubt:
             yield self.doubt
