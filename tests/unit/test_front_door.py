@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,7 @@ def test_looking_inside_reads_only_what_is_asked_for(tmp_path: Path) -> None:
     assert checkpoint.tensors["model.0.weight"].global_shape == (3, 5)
     assert checkpoint.tensors["model.0.weight"].dtype == "float32"
     assert {"step", "note"} <= set(checkpoint.objects)
+    assert re.fullmatch(r"<Checkpoint .*/ck: \d+ tensors, \d+ objects, 0 streams>", repr(checkpoint))
     assert checkpoint.costs.bytes_read == 0
     assert checkpoint.read_tensor("model.0.weight", (1, 0), (1, 5)).shape == (1, 5)
     assert checkpoint.costs.bytes_read > 0

@@ -113,6 +113,10 @@ class Checkpoint:
                 if not is_another(manifest, before):
                     raise
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.tensors)} tensors, {len(self.objects)} objects, {len(self.streams)} streams"
+        return f"<Checkpoint {self.directory}: {counts}>"
+
     def file_path(self, file: int) -> Path:
         """Returns where a data file is read: in the near tier, if it is there and complete (see `footer`)."""
         folder = self._near if self._near is not None and file in self._in_near else self.directory
