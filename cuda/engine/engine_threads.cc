@@ -207,11 +207,13 @@ void Engine::Stage(const QueuedBatch& queued) {
 // comes first; under the lock, no other thread finds it empty.
 void Engine::PassOn(FilledChunk* filled, bool device) {
   SaveJob& job = *filled->job;
+  // Read before the count, after which the next save may begin: its copies wait for the trainer.
+  const DeviceCopier::Place place = device ? job.copier()->Enqueued() : 0;
   job.CountEnqueued(*filled->batch, filled->batch->chunks()[filled->chunk]);
   if (!device) return PassToWriters(filled);
   const MutexLock lock(mutex_);
   CopiedChunk& copied = in_flight_.emplace_back();
-  copied.place = job.copier()->Enqueued();
+  copied.place = place;
   copied.filled = std::move(*filled);
   await_wake_.NotifyOne();
 }
