@@ -274,6 +274,20 @@ def load_with_reports(root: str, reports: str, folder: str) -> None:
     report(folder, tensor_bytes=shown.data.nbytes)
 
 
+def found_by_load(iteration: int) -> Any:
+    """Returns what our `load_checkpoint` returns around one that loads this iteration, or its error."""
+    from megatron_datastates.mcore.training.load import wrap_load_checkpoint
+
+    def original() -> tuple[int, int]:
+        dist.barrier()  # stands for Megatron's first collective call
+        return iteration, 0
+
+    try:
+        return wrap_load_checkpoint(original)()
+    except DataStatesError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def load_chosen(runs: list[str], forbidden_rank: int, folder: str) -> None:
     """Calls our `load_checkpoint` with --ckpt-step 5 where each rank sees a run of its own.
 
@@ -281,45 +295,23 @@ def load_chosen(runs: list[str], forbidden_rank: int, folder: str) -> None:
     """
     from megatron.training import global_vars
 
-    from megatron_datastates.mcore.training.load import wrap_load_checkpoint
-
     rank, _ = join()
     global_vars._GLOBAL_ARGS = SimpleNamespace(
         load=runs[rank], ckpt_step=5, ckpt_backend="datastates", finetune=False
     )
     if rank == forbidden_rank:
         Path.exists = forbidden  # type: ignore[method-assign, assignment]
-
-    def original() -> tuple[int, int]:
-        dist.barrier()  # stands for Megatron's first collective call
-        return 5, 0
-
-    try:
-        found: Any = wrap_load_checkpoint(original)()
-    except DataStatesError as error:
-        found = f"{type(error).__name__}: {error}"
-    report(folder, found=found)
+    report(folder, found=found_by_load(5))
 
 
 def load_with_near_tiers(run: str, tiers: list[str], folder: str) -> None:
     """Calls our `load_checkpoint` where each node's environment names its near tier, or none."""
     from megatron.training import global_vars
 
-    from megatron_datastates.mcore.training.load import wrap_load_checkpoint
-
     rank, _ = join()
     global_vars._GLOBAL_ARGS = SimpleNamespace(load=run, ckpt_backend="datastates", finetune=False)
     os.environ |= {"MEGATRON_DATASTATES_NEAR": tiers[rank], "EMPTY": ""}
-
-    def original() -> tuple[int, int]:
-        dist.barrier()  # stands for Megatron's first collective call
-        return 0, 0
-
-    try:
-        found: Any = wrap_load_checkpoint(original)()
-    except DataStatesError as error:
-        found = f"{type(error).__name__}: {error}"
-    report(folder, found=found)
+    report(folder, found=found_by_load(0))
 
 
 def look_at_format(root: str, folder: str) -> None:

@@ -34,7 +34,7 @@ from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
 
 logger = logging.getLogger(__name__)
-_NOTE = "on_save_checkpoint_success"  # Megatron's function that tells W&B of a checkpoint
+_NOTE = "on_save_checkpoint_success"  # Megatron's function that reports a checkpoint to W&B
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
 # tracker, and whether the save's directory in --save could not be made.
 _is_on = False
