@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from megatron_datastates.engine import native
 from megatron_datastates.errors import StorageError
 from megatron_datastates.plan.reads import ReadSpans
 from megatron_datastates.plan.windows import Window, cut_windows
+from megatron_datastates.threads import ThreadPool
 
 _WINDOW_BYTES = 16 * MIB  # the longest request, except for one block; takes far longer than its first byte
 _GAP_BYTES = 2 * MIB  # read through rather than asked for separately
@@ -51,7 +52,7 @@ def read_through_windows(
     windows = cut_windows(spans, sizes, window_bytes=_WINDOW_BYTES, gap_bytes=_GAP_BYTES)
     waiting: deque[tuple[Window, Future[_Held]]] = deque()
     fetched = 0
-    with ThreadPoolExecutor(_THREADS, "datastates-fetch") as threads:
+    with ThreadPool(_THREADS, "datastates-fetch") as threads:
         try:
             for window in windows:
                 waiting.append((window, threads.submit(_fetch, *sources[window.file], window)))

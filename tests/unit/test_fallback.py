@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 
 import pytest
@@ -120,14 +120,10 @@ def test_without_threads_a_rank_checks_its_share_itself(tmp_path, monkeypatch):
     """The other ranks wait for its sums."""
     make(tmp_path, 1, 2)
 
-    submit = ThreadPoolExecutor.submit
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    def refused(pool: ThreadPoolExecutor, *arguments: object) -> object:
-        if pool._thread_name_prefix == "datastates-verify":
-            raise RuntimeError("can't start new thread")
-        return submit(pool, *arguments)
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    monkeypatch.setattr(threading.Thread, "start", refused)
     assert look(tmp_path, 4, 1) == FallbackSearch(2, True, [])
 
 

@@ -24,6 +24,7 @@ from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
+from tests.support.capabilities import bound_by_permissions
 from tests.unit import command
 from tests.unit.inspecting import refused as refused_by_command
 from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, put, reasons, removed
@@ -242,6 +243,14 @@ def test_an_error_says_what_is_left(root):
     with pytest.raises(StorageError, match=r"0000100 was not removed.*It is not a checkpoint any more"):
         prune(root, RetentionRules(keep_last=1), faults="remove file:1:EIO")
     assert complete(root) == NUMBERS[1:]
+
+
+def test_in_a_run_that_cannot_be_changed_checkpoints_stay_whole(root):
+    root.chmod(0o555)
+    with bound_by_permissions(), pytest.raises(StorageError, match=r"Permission denied\. It is still complete"):
+        prune(root, RetentionRules(keep_last=1))
+    root.chmod(0o755)
+    assert all(one.complete for one in find_iterations(root))
 
 
 def test_what_cannot_be_removed_does_not_keep_the_others(root, monkeypatch):

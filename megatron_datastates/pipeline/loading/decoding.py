@@ -11,11 +11,10 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +29,7 @@ from megatron_datastates.format.tail import TailEntry, describe
 from megatron_datastates.format.values import Extent
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
 from megatron_datastates.plan.reads import ScheduledRead, plan_extent
+from megatron_datastates.threads import ThreadPool
 
 _WINDOW_BYTES = 8 << 20  # decoded, by one thread at a time
 _BATCH_BYTES = 64 << 20  # stored, read by one native job
@@ -87,7 +87,7 @@ def read_framed(
     """
     windows = [window for item in items for window in _windows(footers, item)]
     deliveries = _Deliveries()
-    with ThreadPoolExecutor(threads, "mds-decode") as pool:
+    with ThreadPool(threads, "mds-decode") as pool:
         before: list[Future[None]] = []
         try:
             for batch in _batches(windows):
@@ -97,24 +97,13 @@ def read_framed(
                 )
                 _await(before)  # so that no more than two batches are in memory
                 pairs = zip(batch, buffers, strict=True)
-                before = [_begin(pool, functools.partial(deliveries.make, *pair)) for pair in pairs]
+                before = [pool.submit(deliveries.make, *pair) for pair in pairs]
                 del buffers
             _await(before)
         except BaseException:
             deliveries.end()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _begin(pool: ThreadPoolExecutor, make: Callable[[], None]) -> Future[None]:
-    """Has a thread of the pool make a delivery, or makes it where none can be started."""
-    try:
-        return pool.submit(make)
-    except RuntimeError:  # such as while the interpreter ends. A thread that runs may make it, too: no harm
-        make()
-        made: Future[None] = Future()
-        made.set_result(None)
-        return made
 
 
 def _await(decoding: Iterable[Future[None]]) -> None:

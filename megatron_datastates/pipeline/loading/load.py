@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +56,7 @@ from megatron_datastates.plan.reads import (
     gather_spans,
     plan_slice,
 )
+from megatron_datastates.threads import ThreadPool
 
 if TYPE_CHECKING:
     import torch
@@ -186,11 +185,7 @@ class Checkpoint:
         """Reads the footers of these data files: a missing or truncated file raises here."""
         unknown = sorted(set(files) - self._footers.keys())
         if len(unknown) > 1:
-            # RuntimeError: no thread can be started, such as while the interpreter ends.
-            with (
-                contextlib.suppress(RuntimeError),
-                ThreadPoolExecutor(min(_FOOTER_THREADS, len(unknown))) as pool,
-            ):
+            with ThreadPool(min(_FOOTER_THREADS, len(unknown))) as pool:
                 list(pool.map(self.footer, unknown))
         for file in unknown:
             self.footer(file)

@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,6 +58,7 @@ from megatron_datastates.pipeline.near.places import (
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.runs.jobs import Job
+from megatron_datastates.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -264,12 +264,8 @@ class _Recovery:
 
     def _while_polling(self, work: Callable[[], Shared]) -> Shared:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
-        with ThreadPoolExecutor(1, "datastates-recovery") as thread:
-            try:
-                share = thread.submit(work)
-            except RuntimeError:  # no thread can be started: the other ranks poll meanwhile
-                share = Future()
-                share.set_result(work())
+        with ThreadPool(1, "datastates-recovery") as thread:
+            share = thread.submit(work)
             while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
                 time.sleep(_POLL_SECONDS)
         return share.result()
@@ -319,7 +315,7 @@ class _Recovery:
         def look(file: FileEntry) -> DataStatesError | None:
             return why_not_whole(self._run / name / file.name, manifest, file)
 
-        with ThreadPoolExecutor(_LOOKS) as threads:  # slow storage and object stores answer late
+        with ThreadPool(_LOOKS) as threads:  # slow storage and object stores answer late
             errors = list(threads.map(look, manifest.files))
         for file, error in zip(manifest.files, errors, strict=True):
             if error is None:
@@ -350,7 +346,7 @@ class _Recovery:
                 return {(self.rank, file.name): f"rank {self.rank}: {error}"}
             return {}
 
-        with ThreadPoolExecutor(_COPIES) as threads:
+        with ThreadPool(_COPIES) as threads:
             found = list(threads.map(copy, plan.copies.get(self.rank, [])))
         return {key: text for damaged in found for key, text in damaged.items()}
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name
+from megatron_datastates.threads import ThreadPool
 
 T = TypeVar("T")
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0, and for errors to pass
@@ -147,11 +147,8 @@ def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
         except FileNotFoundError:
             return None
 
-    try:
-        with ThreadPoolExecutor(_OBJECT_THREADS) as threads:
-            found = dict(zip(wanted, threads.map(size, wanted), strict=True))
-    except RuntimeError:  # no thread can be started: the interpreter is ending
-        found = {name: size(name) for name in wanted}
+    with ThreadPool(_OBJECT_THREADS) as threads:
+        found = dict(zip(wanted, threads.map(size, wanted), strict=True))
     return {name: size for name, size in found.items() if size is not None}
 
 

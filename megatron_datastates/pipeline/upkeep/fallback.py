@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from megatron_datastates.config import Options
@@ -22,6 +21,7 @@ from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.runs import find_iterations, find_published
 from megatron_datastates.pipeline.upkeep.verify import Verdict, verify
+from megatron_datastates.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
@@ -96,13 +96,8 @@ def _older(damaged: Path, root: Path, most: int) -> list[int]:
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
     """Returns the numbers of faults and of files without checksums that the ranks found together."""
     began = time.monotonic()
-    with ThreadPoolExecutor(1, "datastates-verify") as thread:
-        check = functools.partial(_check, directory, collectives.rank, collectives.size, options)
-        try:
-            share = thread.submit(check)
-        except RuntimeError:  # no thread can be started, and the other ranks wait for this one's sums
-            share = Future()
-            share.set_result(check())
+    with ThreadPool(1, "datastates-verify") as thread:
+        share = thread.submit(_check, directory, collectives.rank, collectives.size, options)
         done, faults, unchecked, mebibytes = _sums(share, collectives)
         while done < collectives.size:
             time.sleep(_POLL_SECONDS)

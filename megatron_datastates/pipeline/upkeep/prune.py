@@ -24,6 +24,7 @@ Object stores: the same rules, for checkpoints of ours; the protocol is prune_ob
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -133,6 +134,9 @@ class _Removal:
 
     def run(self) -> str | None:
         """Does steps 2 to 4 for what was listed and read in step 1; returns why the rest stays."""
+        run = self._path.parent
+        if not os.access(run, os.W_OK, effective_ids=True):  # only the last step would fail, the files gone
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run))
         self._faults.point("remove manifest")
         if _rename(self._index) and content_of(self._path / REMOVAL_NAME) != self._content:
             _put_back(self._index)

@@ -13,7 +13,6 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -44,6 +43,7 @@ from megatron_datastates.pipeline.upkeep.verify_tail import (
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_spans, plan_blocks
 from megatron_datastates.providers.objects import check_stored
+from megatron_datastates.threads import ThreadPool
 
 _MOST_BLOCKS = 16  # of one file that are listed one by one
 _UNFINISHED = "{} is {}: the save was killed when its manifest was in place. The checkpoint loads"
@@ -143,7 +143,7 @@ def verify_checkpoint(
 def _check_files(checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict) -> list[int]:
     """Returns the files whose data can be checked: those with a footer."""
     usable = []
-    with ThreadPoolExecutor(_FILE_THREADS) as pool:
+    with ThreadPool(_FILE_THREADS) as pool:
         for file, found in zip(files, pool.map(lambda n: _check_file(checkpoint, n), files), strict=True):
             verdict.faults += found.faults
             verdict.unread += found.unread

@@ -1,0 +1,47 @@
+"""A pool of threads that also works where no thread can be started."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """Makes calls on the caller's thread where no thread can be started.
+
+    Python starts none while the interpreter ends, and containers limit their number. Such a rank must not
+    fail alone: the other ranks wait for it.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        call = _Call(functools.partial(fn, *args, **kwargs), future)
+        try:
+            super().submit(call)
+        except RuntimeError:  # the call may be in the queue of threads that run
+            call()
+        return future
+
+
+class _Call:
+    """Makes a call for a future, once, whichever threads try to."""
+
+    def __init__(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        self._function, self._future, self._turn = function, future, threading.Lock()
+
+    def __call__(self) -> None:
+        if not self._turn.acquire(blocking=False) or not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:
+            self._future.set_exception(error)
+            del self  # the error's frames would keep the future, and that the error
+        else:
+            self._future.set_result(result)
