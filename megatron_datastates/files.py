@@ -166,10 +166,16 @@ def changed_at(status: os.stat_result) -> float:
     return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime
 
 
+_NOT_NOW = (
+    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),  # of this process or machine
+)
+
+
 def is_denied(error: Exception) -> bool:
     """Returns whether an error means that something cannot be read here and now, which shows no damage."""
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-    return code in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
+    return code in _NOT_NOW
 
 
 def is_out_of_reach(error: Exception) -> bool:

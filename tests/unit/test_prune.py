@@ -247,7 +247,10 @@ def test_an_error_says_what_is_left(root):
 
 def test_in_a_run_that_cannot_be_changed_checkpoints_stay_whole(root):
     root.chmod(0o555)
-    with bound_by_permissions(), pytest.raises(StorageError, match=r"Permission denied\. It is still complete"):
+    with (
+        bound_by_permissions(),
+        pytest.raises(StorageError, match=r"Permission denied\. It is still complete"),
+    ):
         prune(root, RetentionRules(keep_last=1))
     root.chmod(0o755)
     assert all(one.complete for one in find_iterations(root))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import os
 import re
+import resource
 import shutil
 import struct
 import zlib
@@ -22,6 +24,7 @@ from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
+from tests.unit.command import run
 from tests.unit.states import OPTIONS, SMALL
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole
 
@@ -152,6 +155,19 @@ def test_a_file_that_cannot_be_read_does_not_keep_others_from_being_checked(tmp_
     assert SAVE.data_file_name(0) in first and "Input/output error" in first
     assert SAVE.data_file_name(1) in second and f"byte offset {3 << 20} has" in second
     assert sum(reported) == verdict.bytes_checked == 4 << 20
+
+
+def test_too_many_open_files_show_no_damage(tmp_path):
+    whole(tmp_path)
+    assert run("verify", "--quick", tmp_path)[0] == 0  # all modules are imported now
+    os.close(lowest := os.dup(0))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        code, printed, errors = run("verify", "--quick", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (code, printed) == (2, "") and "Too many open files" in errors
 
 
 def test_a_read_that_fails_once_is_no_fault_and_counts_once(tmp_path):
