@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 SLOT_BYTES = 4 * MIB  # the longest read
+_ADVICE = "restore it, or load an older checkpoint"
 # A footer has 4 bytes of checksum per block of 1 MiB, and a table of objects.
 _DATA_PER_FOOTER_BYTE, _MOST_OF_OBJECTS = MIB // 8, 256 * MIB
 _READ_AHEAD_BYTES = 64 << 10  # for small ranges that lie close together
@@ -207,7 +209,7 @@ def read_footer(path: Path, expected_bytes: int) -> Footer:
         if offset + total != expected_bytes:
             raise StorageError(
                 f"data file {path} has {expected_bytes} bytes, and its footer says {offset + total}: "
-                "it was truncated or replaced; restore it, or load an older checkpoint"
+                f"it was truncated or replaced; {_ADVICE}"
             )
         if total > _MOST_OF_OBJECTS + offset // _DATA_PER_FOOTER_BYTE:
             raise FormatError(
@@ -236,7 +238,7 @@ def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
             if size != expected_bytes or size < HEADER_BYTES:
                 raise StorageError(
                     f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
-                    "it was truncated or replaced"
+                    f"it was truncated or replaced; {_ADVICE}"
                 )
             yield file
         except OSError as error:
@@ -244,4 +246,6 @@ def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
 
 
 def _unreadable(text: str, path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{text}: {error.strerror}", code=error.errno or 0, path=str(path), operation="read")
+    advice = f"; {_ADVICE}" if error.errno == errno.ENOENT else ""
+    text = f"{text}: {error.strerror}{advice}"
+    return StorageError(text, code=error.errno or 0, path=str(path), operation="read")
