@@ -108,7 +108,7 @@ def _format_to_name(checkpoint: Path) -> str:
     """Returns what else to pass for a checkpoint of DCP: no metadata.json says what its format is."""
     if is_object(checkpoint) or (checkpoint / METADATA_NAME).exists():
         return ""
-    return " --ckpt-format fsdp_dtensor, as with Megatron-FSDP: it is a checkpoint of PyTorch's DCP"
+    return " --ckpt-format fsdp_dtensor if Megatron-FSDP saved it: it is a checkpoint of PyTorch's DCP"
 
 
 def write_tracker(tracker: Path, text: bytes) -> None:
