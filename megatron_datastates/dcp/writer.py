@@ -76,9 +76,7 @@ class DataStatesWriter(StorageWriter):
         # On the coordinator, from `prepare_global_plan` and from `write_data` to `finish`:
         self._save_id: SaveId | None = None
         self._publication: Publication | None = None
-        self._thread = (
-            threading.get_ident()
-        )  # of the last save that began: DCP makes all calls of a save on one
+        self._thread = threading.get_ident()  # of the save that began last: all of DCP's calls are on one
 
     @property
     def checkpoint_id(self) -> str:
