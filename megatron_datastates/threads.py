@@ -23,10 +23,19 @@ class ThreadPool(ThreadPoolExecutor):
         future: Future[T] = Future()
         call = _Call(functools.partial(fn, *args, **kwargs), future)
         try:
+            if not self._queue(call):
+                call()
+            return future
+        finally:
+            del future  # the frames of an error would keep it, and it keeps the error
+
+    def _queue(self, call: Callable[[], None]) -> bool:
+        """Returns False if no thread could be started; threads that run may make the call all the same."""
+        try:
             super().submit(call)
-        except RuntimeError:  # the call may be in the queue of threads that run
-            call()
-        return future
+        except RuntimeError:
+            return False
+        return True
 
 
 class _Call:
@@ -42,6 +51,6 @@ class _Call:
             result = self._function()
         except BaseException as error:
             self._future.set_exception(error)
-            del self  # the error's frames would keep the future, and that the error
+            del self._future  # as there
         else:
             self._future.set_result(result)
