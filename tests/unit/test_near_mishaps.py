@@ -7,23 +7,22 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_datastates.config import MIB
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
-from megatron_datastates.pipeline.near import copying, drain, places, recovery, replicas, tier
+from megatron_datastates.pipeline.near import copying, drain, places, replicas, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
 from megatron_datastates.pipeline.upkeep.verify import verify
+from megatron_datastates.threads import ThreadPool
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
@@ -164,30 +163,16 @@ def test_the_tracker_follows_the_order_in_which_saves_began(
         assert (tmp_path / TRACKER_NAME).read_text() == tracked
 
 
-@pytest.mark.parametrize("which", ["look", "plan"])
 def test_a_recovery_without_threads_takes_longer_and_nothing_older(
-    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path, near_keep=2, faults="drain write:0:EIO")
     nodes.save(3)
     nodes.save(4)
     abandon(nodes)
-
-    class Pool(ThreadPoolExecutor):
-        def submit(self, *arguments: Any, **named: Any) -> Any:
-            if self._max_workers == (1 if which == "look" else 16):
-                raise RuntimeError("can't start new thread")
-            return super().submit(*arguments, **named)
-
-    monkeypatch.setattr(recovery, "ThreadPoolExecutor", Pool)
-    cluster = Cluster(monkeypatch, nodes.roots)
-    if which == "look":
-        assert cluster.recover(nodes.run)[0] == 4
-        nodes.check(4)
-        return
-    with pytest.raises(StorageError, match=r"could not be copied to .*can't start new thread"):
-        cluster.recover(nodes.run)
-    assert not nodes.is_far(3) and not (nodes.run / TRACKER_NAME).exists()
+    monkeypatch.setattr(ThreadPool, "_queue", lambda pool, call: False)
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 4
+    nodes.check(4)
 
 
 # -- damage -------------------------------------------------------------------------------------------------
