@@ -3,7 +3,6 @@
 import ctypes
 import fractions
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from saving_rank import (
 from megatron_datastates import fence
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.mcore.save import request as request_module
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
@@ -134,7 +134,9 @@ def save_behind_one_that_hangs(root: str, on_failure: str, folder: str) -> None:
     }
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options.from_environment(chosen))
     clear_faults()
-    queue, began, error, saves = AsyncCallsQueue(), time.monotonic(), None, 0
+    warned: list[str] = []
+    request_module.warn_of_failure = lambda publication: warned.append(str(publication.error))
+    queue, error, saves = AsyncCallsQueue(), None, 0
     while error is None and saves < 4:
         directory = Path(root, f"iter_{saves:07d}")
         make_directory(directory)
@@ -148,8 +150,7 @@ def save_behind_one_that_hangs(root: str, on_failure: str, folder: str) -> None:
         fence()  # as before an optimizer's step
         for _ in range(3):  # iterations
             error = error or failure_of(lambda: queue.maybe_finalize_async_calls(blocking=False))
-    seconds = time.monotonic() - began
-    report(folder, error=error, saves=saves, seconds=seconds, left=queue.get_num_unfinalized_calls())
+    report(folder, error=error, saves=saves, warned=warned)
 
 
 BAD_OBJECTS = {"unpicklable": Unpicklable(), "untrusted": fractions.Fraction(1, 3)}

@@ -175,3 +175,11 @@ def test_saves_that_fail_behind_one_that_hangs_are_reported(world: World, tmp_pa
         assert each["saves"] == 3, "one failure does not end the first save, which may yet be published"
         assert "iter_0000001 failed on 1 of 2 ranks: rank 1: " in each["error"]
         assert "fence-deadline" in each["error"]
+        assert each["warned"] == []
+
+
+def test_saves_that_fail_behind_one_that_hangs_are_warned_of_once(world: World, tmp_path: Path) -> None:
+    for each in world.run("fault_ranks:save_behind_one_that_hangs", tmp_path, "warn"):
+        assert each["error"] is None and each["saves"] == 4
+        failed = [error.split(" failed on ")[0].rpartition("/")[2] for error in each["warned"]]
+        assert failed == ["iter_0000001", "iter_0000002", "iter_0000003"][: len(failed)] and len(failed) >= 2
