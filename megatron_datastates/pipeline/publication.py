@@ -46,6 +46,7 @@ from megatron_datastates.pipeline.publishing.collectives import PendingResult
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.lateness import Lateness
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
@@ -133,6 +134,7 @@ class Publication:
         self._published = Flag()  # as far as this rank's threads have a part in it
         self._publisher: BackgroundThread | None = None
         self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
+        self._lateness = Lateness(save.context.directory, save.context.rank)
 
     @property
     def is_under_way(self) -> bool:
@@ -195,11 +197,21 @@ class Publication:
         self.save.update()
         self._indexes.look()
         self._look_for_offer()
+        if is_first:  # later ones wait for it
+            self._look_if_late()
         if self._errors_asked is not None:
             self._fail(self._errors_asked.result())
         elif sums is not None:
             self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
+
+    def _look_if_late(self) -> None:
+        if not self._publishing:
+            self._lateness.look(self.save.stored_bytes(), "nothing was written to its data file")
+        elif self.near is None:  # copies of other nodes' files have deadlines of their own
+            self._lateness.look(
+                None if self._published.is_set() else "", "it has not published the checkpoint"
+            )
 
     def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
         if sums.failed:

@@ -23,8 +23,10 @@ from saving_rank import (
     state,
 )
 
+from megatron_datastates import fence
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.mcore.save import request as request_module
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
@@ -118,6 +120,37 @@ def fail_with_finalize_functions_taken_over(root: str, folder: str) -> None:
     for function in moved:
         function()
     report(folder, moved=len(moved), called=called, left=sorted(os.listdir(bad)))
+
+
+def save_behind_one_that_hangs(root: str, on_failure: str, folder: str) -> None:
+    """Goes on saving while the first save's write hangs on rank 1, whose staging memory it keeps."""
+    rank, ranks = join()
+    set_faults("write:0:stall=5000", 1)
+    chosen = {
+        "on_failure": on_failure,
+        "fence_deadline": 0.3,
+        "staging_memory": 8 << 20,
+        "slot_size": 1 << 20,
+    }
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options.from_environment(chosen))
+    clear_faults()
+    warned: list[str] = []
+    request_module.warn_of_failure = lambda publication: warned.append(str(publication.error))
+    queue, error, saves = AsyncCallsQueue(), None, 0
+    while error is None and saves < 4:
+        directory = Path(root, f"iter_{saves:07d}")
+        make_directory(directory)
+        sharded, large = state(saves), torch.ones(5 << 20, dtype=torch.uint8)
+        sharded["large"] = ShardedTensor.from_rank_offsets("large", large, (0, rank, ranks))
+        request = dist_checkpointing.save(
+            sharded, str(directory), strategy, async_sharded_save=True, **MCORE_QUEUE
+        )
+        queue.schedule_async_request(request)
+        saves += 1
+        fence()  # as before an optimizer's step
+        for _ in range(3):  # iterations
+            error = error or failure_of(lambda: queue.maybe_finalize_async_calls(blocking=False))
+    report(folder, error=error, saves=saves, warned=warned)
 
 
 BAD_OBJECTS = {"unpicklable": Unpicklable(), "untrusted": fractions.Fraction(1, 3)}

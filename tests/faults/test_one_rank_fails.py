@@ -165,3 +165,21 @@ def test_state_with_a_hole_is_not_published(world: World, tmp_path: Path) -> Non
 def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path) -> None:
     reports = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:short,write:2:short", 1)
     assert [each["error"] for each in reports] == [None, None]
+
+
+def test_saves_that_fail_behind_one_that_hangs_are_reported(world: World, tmp_path: Path) -> None:
+    """Megatron's queue asks for the first save only: training went on for ever without a checkpoint."""
+    reports = world.run("fault_ranks:save_behind_one_that_hangs", tmp_path, "raise")
+    assert len({each["error"] for each in reports}) == 1
+    for each in reports:
+        assert each["saves"] == 3, "one failure does not end the first save, which may yet be published"
+        assert "iter_0000001 failed on 1 of 2 ranks: rank 1: " in each["error"]
+        assert "fence-deadline" in each["error"]
+        assert each["warned"] == []
+
+
+def test_saves_that_fail_behind_one_that_hangs_are_warned_of_once(world: World, tmp_path: Path) -> None:
+    for each in world.run("fault_ranks:save_behind_one_that_hangs", tmp_path, "warn"):
+        assert each["error"] is None and each["saves"] == 4
+        failed = [error.split(" failed on ")[0].rpartition("/")[2] for error in each["warned"]]
+        assert failed == ["iter_0000001", "iter_0000002", "iter_0000003"][: len(failed)] and len(failed) >= 2

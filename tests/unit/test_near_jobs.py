@@ -125,6 +125,7 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
         (point(A, 10), [[Job(B, 5), Job(A, 0)], [Job(A, 0), Job(B, 5)]], None),  # the first list counts
         (point(A, 10), [LATER, [Job(A, 0)]], 0x1000),  # away for longer than the list reaches back
         (point(A, 10), [LATER, [*LATER[1:], Job(A, 5)]], None),  # the outage of --save
+        (point(A, 10), [[Job(A, 0)], LATER], None),  # a node that was away since long before that job
     ],
 )
 def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +27,12 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.near import tier
+from megatron_datastates.pipeline.near import recovery, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.places import near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing import lateness
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.ranks_in_turn import RanksInTurn
@@ -344,6 +346,22 @@ def test_the_next_job_brings_home_what_is_near(tmp_path: Path) -> None:
     nodes.check(3)
     assert (nodes.run / TRACKER_NAME).read_text() == "3"
     assert recover(nodes) == (None, ""), "the second time there is nothing to do"
+
+
+def test_a_rank_whose_storage_hangs_before_a_load_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.2)
+    nodes, look = killed(tmp_path), recovery._Recovery._look
+
+    def hangs(*args: Any) -> Any:
+        time.sleep(0.5)
+        return look(*args)
+
+    monkeypatch.setattr(recovery._Recovery, "_look", hangs)
+    assert recover(nodes)[0] == 3
+    found = [line for line in caplog.messages if "keeps all others waiting" in line]
+    assert len(found) == 1 and str(nodes.run) in found[0] and socket.gethostname() in found[0]
 
 
 def test_a_newer_checkpoint_in_save_is_left_alone(tmp_path: Path) -> None:

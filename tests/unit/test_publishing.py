@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import shutil
+import socket
 import threading
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading import load as load_module
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing import directory_publisher, presence
+from megatron_datastates.pipeline.publishing import directory_publisher, lateness, presence
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.indexes import IndexExchange
 from megatron_datastates.pipeline.runs.runs import metadata_members
@@ -460,3 +461,26 @@ def test_a_manifest_that_is_taken_away_is_reported_and_its_files_stay(tmp_path, 
     assert publication.outcome is Outcome.FAILED and "was removed right after" in str(publication.error)
     (tmp_path / "taken").rename(tmp_path / MANIFEST_NAME)
     assert_holds(tmp_path, 1)
+
+
+# -- which rank is late -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ("write:1:stall=600", "nothing was written to its data file"),
+        ("sync:1:stall=600", "nothing was written to its data file"),
+        ("write manifest:1:stall=600", "it has not published the checkpoint"),
+        ("write:1:stall=1", ""),
+    ],
+)
+def test_the_rank_whose_storage_hangs_says_so_once(tmp_path, monkeypatch, caplog, faults, said):
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.2)
+    saver = new_saver(faults=faults)
+    assert save(saver, tmp_path / "c", tensors(1)).outcome is Outcome.PUBLISHED
+    saver.close()
+    found = [line for line in caplog.messages if "keeps all others waiting" in line]
+    assert len(found) == (1 if said else 0)
+    assert all(said in line and f"rank 0 on node {socket.gethostname()}" in line for line in found)
+    assert all(str(tmp_path / "c") in line for line in found)

@@ -349,6 +349,21 @@ def test_retention_deletes_on_a_thread_where_megatron_forks(
     assert process not in checkpointing._deletion_processes
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_which_deletes_looks_at_the_directory_before_a_save(
+    root: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """A look by each of thousands of ranks, at one moment, while their trainers wait."""
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    monkeypatch.setattr(checkpointing, "get_args", lambda: SimpleNamespace(save=str(root), rank=rank))
+    monkeypatch.setattr(checkpointing, "finalize_deletion_processes", lambda blocking: None, raising=False)
+    looked, exists = [], os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: (looked.append(path), exists(path))[1])
+    with retention.saving(400):
+        pass
+    assert looked == [str(root / "iter_0000400")] * (rank == 0)
+
+
 def test_a_save_elsewhere_has_megatrons_tracker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "_is_ours", True)
     arguments = SimpleNamespace(save=str(root))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ _QUEUES = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
 )
-
+_MOST_HIDDEN = 1  # saves that may have failed behind an unfinished one, which an error would end
 
 # Megatron's function that writes metadata.json and waits for all ranks, on the trainer's thread.
 _METADATA = "save.<locals>.metadata_finalize_fn"
@@ -101,13 +102,19 @@ def _request_class(async_strategy: str) -> Any:
 
 
 class DataStatesCaller:
-    """The queue's interface to a save, in place of a worker process."""
+    """The queue's interface to a save, in place of a worker process.
 
-    def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]]) -> None:
+    Args:
+        queue: asks for its first save only. If that one's storage hangs, it is asked for ever, and this also
+            reports saves behind it that have failed.
+    """
+
+    def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]], queue: Any = None) -> None:
         self._publication = handle.publication
         self._on_failure = handle.on_failure
         self._publication.hold_report = True
-        self._has_raised = False
+        self._is_reported = False
+        self._queue = None if queue is None else weakref.ref(queue)
         # In place, because the queue's frozen copy of the request shares this list.
         finalize_fns[:] = [self._finalizer(list(finalize_fns))]
 
@@ -119,7 +126,7 @@ class DataStatesCaller:
 
         Raises:
             SaveFailedError: the save failed on any rank; raised on all, once: a program that goes on has its
-                queue finalize the saves behind this one.
+                queue finalize the saves behind this one. Or several behind it have failed.
         """
         if no_dist:
             outcome = self._publication.outcome
@@ -127,17 +134,29 @@ class DataStatesCaller:
             outcome = self._publication.wait() if blocking else self._publication.poll()
         if outcome is Outcome.FAILED:
             self._failed()
+        elif outcome is Outcome.PENDING and not no_dist:
+            self._report_failed_behind()
         return outcome is not Outcome.PENDING
 
     def close(self, abort: bool = False) -> None:
         if abort:
             self._publication.abandon("the queue was aborted")
 
+    def _report_failed_behind(self) -> None:
+        # All ranks poll all saves, and so do the same here.
+        queue = None if self._queue is None else self._queue()
+        callers = [call.async_caller for call in queue.async_calls] if queue is not None else []
+        ours = [caller for caller in callers if isinstance(caller, DataStatesCaller)]
+        failed = [one for one in ours if one._publication.outcome is Outcome.FAILED and not one._is_reported]
+        if self._on_failure == "warn" or len(failed) > _MOST_HIDDEN:
+            for caller in failed:
+                caller._failed()
+
     def _failed(self) -> None:
-        if self._has_raised:
+        if self._is_reported:
             return
+        self._is_reported = True
         if self._on_failure == "raise":
-            self._has_raised = True
             self._publication.hold_report = False
             self._publication.save.on_trainer_released()
             raise_if_failed(self._publication, Outcome.FAILED)
@@ -160,7 +179,7 @@ def wrap_schedule_async_request(original: Callable[..., Any]) -> Callable[..., A
         handle = async_request.async_fn
         if not isinstance(handle, SaveHandle):
             return original(self, async_request)
-        caller = DataStatesCaller(handle, async_request.finalize_fns)
+        caller = DataStatesCaller(handle, async_request.finalize_fns, self)
         self._get_async_caller = lambda: caller
         try:
             return original(self, async_request)

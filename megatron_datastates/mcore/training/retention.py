@@ -83,8 +83,9 @@ def saving(iteration: int) -> Iterator[None]:
         if path.name == name and thread.ident is not None:  # an interrupt may have kept it from starting
             thread.join()
     finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
-    # Path.exists would raise some errors, on one rank alone.
-    if finalize is not None and os.path.exists(os.path.join(args.save, name)):  # noqa: PTH110, PTH118
+    there = os.path.join(args.save, name)  # noqa: PTH118
+    # Only rank 0 deletes. Path.exists would raise some errors, on it alone.
+    if finalize is not None and args.rank == 0 and os.path.exists(there):  # noqa: PTH110
         finalize(blocking=True)  # deletions by retention with --async-save
     is_read = not is_object(args.save)  # else the drain writes the tracker, and Megatron reads another one
     if is_read and getattr(args, "save_retain_interval", None) is not None and args.rank == 0:

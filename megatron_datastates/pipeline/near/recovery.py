@@ -57,6 +57,7 @@ from megatron_datastates.pipeline.near.places import (
 )
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
+from megatron_datastates.pipeline.publishing.lateness import Lateness
 from megatron_datastates.pipeline.runs.jobs import Job
 from megatron_datastates.threads import ThreadPool
 
@@ -66,6 +67,7 @@ _COPIES = 4  # files at a time
 _LOOKS = 16  # at files, at a time
 _POLL_SECONDS = 0.05
 _NAMED = 3  # files in a message
+_LATE_PART = 100  # of the ranks, one in so many is late if all others are done
 _Damaged = dict[tuple[int, str], str]  # by rank whose near tier has it, and data file: what is wrong with it
 
 
@@ -266,7 +268,13 @@ class _Recovery:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
         with ThreadPool(1, "datastates-recovery") as thread:
             share = thread.submit(work)
-            while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
+            size, lateness = self._collectives.size, Lateness(self._run, self.rank)
+            while (done := self._collectives.start_sum([int(share.done())]).result()[0]) < size:
+                # Copies may take all ranks long. No watchdog ends the wait for one whose storage hangs.
+                is_late = not share.done() and size - done <= max(size // _LATE_PART, 1)
+                lateness.look(
+                    "" if is_late else None, "its look for a newer checkpoint, or its copy, has not ended"
+                )
                 time.sleep(_POLL_SECONDS)
         return share.result()
 

@@ -28,7 +28,8 @@ class History:
     """What is known of the jobs that have saved a run.
 
     Args:
-        lists: lists of jobs; of two that name the same two jobs, the first one says which came later.
+        lists: lists of jobs, the run's own first; of two that name the same two jobs, the first one says
+            which came later.
         points: of checkpoints whose manifests are known.
     """
 
@@ -132,10 +133,12 @@ class History:
         for one in self._jobs:
             if run_id in self._chain(one).reached:  # no list names both
                 known.setdefault(one, True)
-        for jobs in [] if surely else self._lists:
+        for number, jobs in enumerate([] if surely else self._lists):
             if _place(run_id, jobs) is None and len(jobs) >= MOST_JOBS:
                 # It may have named the job once, or has never: an outage kept it near.
-                earlier = (n for n, job in enumerate(jobs) if not known.get(job.run_id, True))
+                earlier = [n for n, job in enumerate(jobs) if not known.get(job.run_id, True)]
+                if number > 0 and not earlier:
+                    continue  # of a node that was away for as many jobs: all of them may have been before
                 for job in jobs[max(earlier, default=-1) + 1 :]:
                     known.setdefault(job.run_id, True)
         return [self._jobs[one] for one, is_later in known.items() if is_later]

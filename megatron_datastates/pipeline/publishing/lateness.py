@@ -1,0 +1,50 @@
+"""Says in a rank's own log that all others wait for it.
+
+Sums of flags do not show which rank is late, and storage that hangs returns no error: training goes on, and
+no checkpoint is published any more. So the rank itself says it, with the name of its node.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+logger = logging.getLogger(__name__)
+LATE_SECONDS = 60.0
+
+
+class Lateness:
+    """Whether this rank's part of something common has stood still for LATE_SECONDS. Used by one thread.
+
+    Args:
+        what: the others wait for; named in the message.
+    """
+
+    def __init__(self, what: object, rank: int) -> None:
+        self._what, self._rank = what, rank
+        self._seen: object = None
+        self._since = 0.0
+        self._is_said = False
+
+    def look(self, moved: object, doing: str) -> None:
+        """Logs once that nothing has moved between looks.
+
+        Args:
+            moved: differs from the last one if something has moved; None if nobody waits for this rank.
+            doing: what it has not done.
+        """
+        now = time.monotonic()
+        if moved is None or moved != self._seen:
+            self._seen, self._since = moved, now
+        elif not self._is_said and now - self._since >= LATE_SECONDS:
+            self._is_said = True
+            logger.warning(
+                "%s: rank %d on node %s keeps all others waiting: %s for %.0f s; look at the storage and the "
+                "mounts of that node",
+                self._what,
+                self._rank,
+                socket.gethostname(),
+                doing,
+                now - self._since,
+            )
