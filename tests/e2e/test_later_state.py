@@ -1,4 +1,4 @@
-"""Tensors that a run has only after its first save, although its structure is declared constant."""
+"""Tensors that the distribution of a save does not know, such as those that are new after the first save."""
 
 from pathlib import Path
 
@@ -46,3 +46,12 @@ def test_what_moves_to_another_rank_after_the_first_save_is_saved(
     pretraining.run(*STEPS, *STOP, "--save", root, environment={"TINY_MUTATION": "wandering_state:1"})
     stored = [Checkpoint.open(Checkpoints(root).at(step)).tensors for step in (2, 4, LAST)]
     assert ["more" in tensors for tensors in stored] == [True, True, True]
+
+
+def test_what_a_stored_distribution_lacks_is_saved(pretraining: Pretraining, tmp_path: Path) -> None:
+    """Main's --ckpt-pg-tensors-cache-path has what some load asked for, such as the weights alone."""
+    root = tmp_path / "ck"
+    changing = {"TINY_MUTATION": "distributed_weights:1"}
+    saved = pretraining.run(*STEPS, *STOP, "--save", root, environment=changing)
+    resumed = pretraining.run(*STEPS, "--load", root)
+    assert resumed.resumed_from(saved) == LAST

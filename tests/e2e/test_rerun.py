@@ -33,3 +33,19 @@ def test_a_step_to_be_run_again_is_saved_and_resumed_from(
     again = pretraining.fail(*how)
     assert again.exits == first.exits, again.log
     assert "Will rerun step" in again.log
+
+
+def test_a_step_to_be_run_again_is_saved_though_the_save_before_is_unfinished(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """The first save takes seconds to sync. The step is saved in the same directory, with its doubts."""
+    root = tmp_path / "ck"
+    doubts = ["--error-injection-rate", "5", "--error-injection-type", "persistent_error"]
+    skipping = ["--save-interval", "1", "--datastates-while-saving", "skip"]
+    where = ["--save", str(root), "--load", str(root)]
+    how = [*LAYOUTS["tp2"], *FORMATS["datastates async"], *where, *skipping, *doubts]
+    first = pretraining.fail(*how, environment={"TINY_FAULTS_OF_RANK_0": "sync:1:stall=4000"})
+    assert first.exits == [SAVED_TO_RUN_AGAIN] * 2, first.log
+    assert Checkpoints(root).published() == [1]
+    again = pretraining.fail(*how)
+    assert "Will rerun step" in again.log

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.training import checkpointing, get_args
 from megatron.training import training as loop
 
@@ -222,6 +223,18 @@ def moved_late(model: Any, optimizer: Any) -> None:
         return state
 
     _before_saves(moved)
+
+
+@mutation
+def distributed_weights(model: Any, optimizer: Any) -> None:
+    """Distributes saves by the weights alone, as main's cache of a load without the optimizer has it."""
+    original = fully_parallel.determine_main_replica_uniform_distribution
+
+    def determine(state: Any, *rest: Any, **named: Any) -> Any:
+        weights = {name: item for name, item in state.items() if name != "optimizer"}
+        return original(weights, *rest, **named)
+
+    fully_parallel.determine_main_replica_uniform_distribution = determine
 
 
 @mutation

@@ -14,6 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 
@@ -29,7 +30,7 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
-from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.hooks.attach import attach_saving, replaced
 from megatron_datastates.mcore.parallel import parallel_sizes
 from megatron_datastates.mcore.providers import Providers, register, registered
 from megatron_datastates.mcore.save import mutability, preparing
@@ -45,6 +46,7 @@ from megatron_datastates.providers.base import StateProvider
 
 Transform = Callable[[StateProvider], StateProvider]
 FarPublished = Callable[[Path], Callable[[SaveId, bool], None] | None]
+_DISTRIBUTE = "distribute_main_replicas_with_precomputed_distribution"
 
 
 def _is_not_known(*args: Any) -> None:
@@ -279,10 +281,6 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
 
     In a group of one rank there is no distribution to cache, so Megatron would exchange the metadata of all
     ranks in every save, although their structure is declared constant. A prepared save distributes nothing.
-
-    A cached distribution does not know which tensors a rank has only since the first save, such as the states
-    of an optimizer whose first steps were skipped: Megatron would let no rank store them. The rank that has
-    the main replica does.
     """
     checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -292,20 +290,42 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
             return  # the tensors are distributed as in the last full save
         if self in checked and self.cached_distribution is None:
             return
-        later = _not_distributed(self, sharded_state_dict) if self in checked else []
-        original(self, sharded_state_dict)
-        for item, replica_id in later:
-            item.replica_id = replica_id
-        if self.do_cache_distribution and isinstance(self.base_strategy, DataStatesSaveStrategy):
+        if not isinstance(self.base_strategy, DataStatesSaveStrategy):
+            original(self, sharded_state_dict)
+            return
+        with replaced(fully_parallel, _DISTRIBUTE, _distributing_what_is_known()):
+            original(self, sharded_state_dict)
+        if self.do_cache_distribution:
             checked.add(self)
 
     return apply_saving_parallelization
 
 
-def _not_distributed(wrapper: Any, sharded_state_dict: Any) -> list[tuple[ShardedTensor, Any]]:
-    """Returns the tensors, with replica ids, that this rank did not have when a distribution was cached."""
-    rank = torch.distributed.get_rank(wrapper.parallelization_group)
-    ranks = wrapper.cached_distribution.all_ranks_for_shard
+def _distributing_what_is_known() -> Callable[..., None]:
+    """Returns Megatron's function that distributes tensors, which leaves alone those that are not known.
+
+    A cached distribution does not know which tensors a rank has only since it was made, such as the states of
+    an optimizer whose first steps were skipped, or that a load did not ask for: Megatron would let no rank
+    store them. The rank that has the main replica does.
+    """
+    original = getattr(fully_parallel, _DISTRIBUTE)
+
+    def distribute(sharded_state_dict: Any, group: Any, distribution: Any) -> None:
+        unknown = _not_distributed(sharded_state_dict, group, distribution)
+        original(sharded_state_dict, group, distribution)
+        for item, replica_id in unknown:
+            item.replica_id = replica_id
+
+    return distribute
+
+
+def _not_distributed(
+    sharded_state_dict: Any, group: Any, distribution: Any
+) -> list[tuple[ShardedTensor, Any]]:
+    """Returns the tensors, with replica ids, that a distribution does not know to be on this rank."""
+    if distribution is None:  # the group has one rank
+        return []
+    rank, ranks = torch.distributed.get_rank(group), distribution.all_ranks_for_shard
     tensors = [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
     return [
         (item, item.replica_id)

@@ -44,7 +44,7 @@ _SAVE = "save_checkpoint_and_time"  # which calls save_checkpoint
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 _skipped = 0  # saves
-_may_skip = True  # False while Megatron's decision to exit is made once more, with the save that was skipped
+_may_skip = False  # True while the loop makes the saves of an interval: no others are skipped
 
 
 def enable_saving(options: Options) -> None:
@@ -154,15 +154,15 @@ def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
         global _may_skip
         before = _skipped
-        is_over = original(*args, **kwargs)
+        _may_skip = True
+        try:
+            is_over = original(*args, **kwargs)
+        finally:
+            _may_skip = False
         if not is_over or _skipped == before:
             return is_over
         logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
-        _may_skip = False
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _may_skip = True
+        return original(*args, **kwargs)
 
     return checkpoint_and_decide_exit
 
@@ -299,8 +299,9 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     """Returns whether a save is left out because another one is unfinished; on all ranks alike.
 
     Never the last one of a run: nothing would be saved later. So only saves of an interval are left out, and
-    not those that precede an exit or a new phase. Whether a signal or --exit-duration-in-mins ends the run
-    in that very iteration is not known yet (`wrap_decision`).
+    not those that precede an exit or a new phase. A step that the rerun state machine doubts is saved by
+    `train` itself, under the number of the iteration before it. Whether a signal or --exit-duration-in-mins
+    ends the run in that very iteration is not known yet (`wrap_decision`).
     """
     from megatron_datastates.pipeline.saver_pool import saver_for
 
