@@ -82,7 +82,7 @@ class _OnlyIfPublished(list[Callable[[], None]]):
         super().append(run_unless_failed)
 
 
-def make_request(publication: Publication, async_strategy: str, on_failure: str = "raise") -> Any:
+def make_request(publication: Publication, async_strategy: str, on_failure: str) -> Any:
     """Returns an AsyncRequest of the library whose queue will poll it."""
     return _request_class(async_strategy)(
         async_fn=SaveHandle(publication, on_failure),
