@@ -40,12 +40,13 @@ class SaveHandle:
 
     def __call__(self) -> None:
         if os.getpid() == self._process:
-            raise_if_failed(self.publication, self.publication.wait())
+            self.publication.wait()
+            raise_if_failed(self.publication)
 
 
-def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
-    """Raises SaveFailedError, the same on every rank, if the outcome is FAILED."""
-    if outcome is Outcome.FAILED:
+def raise_if_failed(publication: Publication) -> None:
+    """Raises SaveFailedError, the same on every rank, if the save has failed."""
+    if publication.outcome is Outcome.FAILED:
         raise MegatronSaveFailedError(publication.error) from publication.save.cause
 
 
@@ -68,7 +69,7 @@ class _OnlyIfPublished(list[Callable[[], None]]):
     def _publish(self) -> None:
         if self._publication.outcome is Outcome.PENDING and self._publication.wait() is Outcome.FAILED:
             if self._on_failure == "raise":
-                raise_if_failed(self._publication, Outcome.FAILED)
+                raise_if_failed(self._publication)
             warn_of_failure(self._publication)
 
     def append(self, function: Callable[[], None]) -> None:
@@ -140,7 +141,7 @@ class DataStatesCaller:
             self._has_raised = True
             self._publication.hold_report = False
             self._publication.save.on_trainer_released()
-            raise_if_failed(self._publication, Outcome.FAILED)
+            raise_if_failed(self._publication)
         warn_of_failure(self._publication)
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
