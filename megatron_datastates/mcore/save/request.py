@@ -120,7 +120,7 @@ class DataStatesCaller:
 
         Raises:
             SaveFailedError: the save failed on any rank; raised on all, once: a program that goes on has its
-                queue finalize the saves behind this one.
+                queue finalize the saves after this one.
         """
         if no_dist:
             outcome = self._publication.outcome
