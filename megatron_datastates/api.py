@@ -125,7 +125,9 @@ def async_save(
     """
     if not lazy:
         return _start(state, directory, iteration, "async", Mutability.NOW, options)
-    _fence_optimizers()
+    from megatron_datastates.mcore.fences import install
+
+    install()
     return _start(state, directory, iteration, "async", Mutability.AT_FENCE, options)
 
 
@@ -277,9 +279,3 @@ def open(directory: StrPath, **options: Any) -> Checkpoint:
     _check_path(directory)
     # The program may change its own directory before it reads.
     return Checkpoint.open(path_of(directory).absolute(), Options.from_environment(options))
-
-
-def _fence_optimizers() -> None:
-    from megatron_datastates.mcore.fences import install
-
-    install()

@@ -309,9 +309,9 @@ class Options:
         "(default: no file)",
     )
     # For tests and benchmarks; --help does not list them.
-    faults: str = dataclasses.field(default="", metadata={})
-    driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
-    sysfs: str = dataclasses.field(default="/sys", metadata={})
+    faults: str = ""
+    driver: str = "libcuda.so.1"
+    sysfs: str = "/sys"
     # Write nothing, to measure copies without a disk; no save is ever published then.
     discard: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})

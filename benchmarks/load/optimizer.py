@@ -131,6 +131,7 @@ def _in_buckets(layout: Layout, described: Any, place: int, data: int) -> tuple[
 
     from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
     from megatron_datastates.mcore.load import optimizer_request as asked
+    from megatron_datastates.mcore.save.buckets import CARRIER
 
     prefix = f"optimizer.distributed.dp_group_idx_{place}."
     targets, buckets = [], []
@@ -152,16 +153,16 @@ def _in_buckets(layout: Layout, described: Any, place: int, data: int) -> tuple[
             entries.append(entry)
         buckets.append(entries)
     groups = {"param_groups": [{"wd_mult": 1.0}]}
-    values = {asked.CARRIER: [], "optimizer": groups, OPTIMIZER_MAP_NAME: described.encode()}
+    values = {CARRIER: [], "optimizer": groups, OPTIMIZER_MAP_NAME: described.encode()}
     replica = (0, 0, data)
     objects = {
         name: ShardedObject(prefix + name, value, (1,), (0,), replica_id=replica)
         for name, value in values.items()
     }
-    setattr(objects[asked.CARRIER], asked._ATTRIBUTE, asked.OwnBuckets(described, frozenset()))
+    setattr(objects[CARRIER], asked._ATTRIBUTE, asked.OwnBuckets(described, frozenset()))
     optimizer = {
         "optimizer": objects["optimizer"],
-        "param_state": {asked.CARRIER: objects[asked.CARRIER], 0: {"d": buckets}},
+        "param_state": {CARRIER: objects[CARRIER], 0: {"d": buckets}},
         "param_state_sharding_type": "dp_reshardable",
     }
     return {"optimizer": optimizer, "map": objects[OPTIMIZER_MAP_NAME], "iteration": 1}, targets

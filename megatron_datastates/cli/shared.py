@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import math
 import os
 import sys
@@ -57,8 +58,6 @@ def placed(directory: str | os.PathLike[str]) -> Path:
 
 def _keep_client_quiet() -> None:
     """Keeps what the stores' client logs of its attempts from standard error, where errors are one line."""
-    import logging
-
     logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
 

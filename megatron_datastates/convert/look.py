@@ -43,7 +43,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, is_dcp_file_name, is_index_name
+from megatron_datastates.format.values import MANIFEST_NAME, digest_in_index_name, is_dcp_file_name
 from megatron_datastates.pipeline.publishing.presence import missing_files
 from megatron_datastates.pipeline.runs.run_folders import (
     checkpoint_directories,
@@ -189,7 +189,7 @@ def _look_at_ours(look: Look) -> None:
 
 
 def _unpublished(path: Path) -> str:
-    if any(is_index_name(name) for name in names_in(path)):
+    if any(map(digest_in_index_name, names_in(path))):
         return f"it has no {MANIFEST_NAME}: `datastates repair {path}` makes it if all data is there"
     return "its save did not finish"
 

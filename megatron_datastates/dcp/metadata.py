@@ -116,9 +116,9 @@ class StoredMetadata(Mapping[str, STORAGE_TYPES]):
         index: Index,
         objects: Collection[str],
         boxes: Boxes,
-        hidden: Collection[str] = (),
-        states: BucketStates | None = None,
-        complete: Complete | None = None,
+        hidden: Collection[str],
+        states: BucketStates | None,
+        complete: Complete | None,
     ) -> None:
         self._complete = complete
         self._index, self._boxes = index, boxes

@@ -418,7 +418,7 @@ def _offset_of(entry: TensorEntry, index: MetadataIndex) -> tuple[int, ...]:
 
 
 def _hinted(entry: TensorEntry, index: MetadataIndex) -> int | None:
-    """Returns the number that the plan gives, if that fragment is at its offset and has elements."""
+    """Returns the number that the plan names, if that fragment is at its offset and has elements."""
     hint = index.index
     if hint is None or hint >= len(entry.files) or entry.file_bytes[hint] == 0:
         return None

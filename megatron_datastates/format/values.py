@@ -167,11 +167,6 @@ def digest_in_index_name(name: str) -> str | None:
     return match["sha256"] if match else None
 
 
-def is_index_name(name: str) -> bool:
-    """Returns whether a save gives this name to an index."""
-    return _INDEX_NAME.fullmatch(name) is not None
-
-
 def is_own_file_name(name: str) -> bool:
     """Returns whether saves make files of this name: one that no manifest names is a left-over."""
     return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _DCP_NAME, _LEFT_BY_ANY))

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.mcore.hooks.activation import autoload
 
 if TYPE_CHECKING:
-    from megatron_datastates.errors import SaveFailedError
     from megatron_datastates.mcore.dataloader import attach_dataloader
     from megatron_datastates.mcore.fences import fence
     from megatron_datastates.mcore.programs import enable
     from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 
-__all__ = ["DataStatesSaveStrategy", "SaveFailedError", "attach_dataloader", "autoload", "enable", "fence"]
+__all__ = ["DataStatesSaveStrategy", "attach_dataloader", "autoload", "enable", "fence"]
 _HOMES = {
     "DataStatesSaveStrategy": "save.strategy",
-    "SaveFailedError": "errors",
     "attach_dataloader": "dataloader",
     "enable": "programs",
     "fence": "fences",

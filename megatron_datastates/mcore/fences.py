@@ -114,7 +114,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _is_capturing() -> bool:
-    """Says whether the current stream records a CUDA graph.
+    """Returns whether the current stream records a CUDA graph.
 
     What is recorded runs later, without hooks: its replay is fenced elsewhere. A fence would make the
     recording stream wait for an event from outside the graph, which ends the recording with an error.

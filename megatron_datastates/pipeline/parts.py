@@ -5,7 +5,7 @@ Nothing here communicates, so a save may run on any thread, beside the trainer's
   1. each rank writes its part, waits until it is durable, and returns what the coordinator needs of it;
   2. the coordinator publishes all parts, once it has them: the manifest comes last, as in publication.py.
 If a rank fails in step 1, its file is removed, nothing is published, and durable files of other ranks stay
-behind as files that no manifest names. A later save of the same coordinator into the directory, or
+as files that no manifest names. A later save of the same coordinator into the directory, or
 `datastates prune`, removes them.
 """
 

@@ -49,9 +49,7 @@ class TailItem(NamedTuple):
     fragment: Fragment | None = None  # of an encoded tensor
 
 
-def plan_layout(
-    fragments: Sequence[Fragment], eager: Sequence[bool], tail: Sequence[TailItem] = ()
-) -> Layout:
+def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], tail: Sequence[TailItem]) -> Layout:
     """Plans the layout of `fragments`; fragment i is copied before the trainer continues if `eager[i]`.
 
     Args:

@@ -236,7 +236,7 @@ class Tree:
         mutability: how long the tensors that are values stay unchanged.
     """
 
-    def __init__(self, state: Mapping[Any, Any], mutability: Mutability = Mutability.NOW) -> None:
+    def __init__(self, state: Mapping[Any, Any], mutability: Mutability) -> None:
         self._state, self._mutability = state, mutability
 
     def entries(self) -> Iterator[Entry]:
@@ -251,9 +251,7 @@ class Tree:
             provider.restore(reader.below(name))
 
 
-def tree_of(
-    state: Mapping[Any, Any] | StateProvider, mutability: Mutability = Mutability.NOW
-) -> dict[str, StateProvider]:
+def tree_of(state: Mapping[Any, Any] | StateProvider, mutability: Mutability) -> dict[str, StateProvider]:
     """Returns the state providers among the values of nested mappings, by name, after the rest of the values.
 
     Raises:

@@ -272,7 +272,7 @@ def test_an_interrupt_as_a_thread_starts_leaves_none_that_writes_to_targets(dire
 
     def start_and_interrupt(thread):
         start(thread)
-        if thread.name.startswith("mds-decode"):
+        if thread.name.startswith("datastates-decode"):
             raise KeyboardInterrupt  # the pool has not noted the thread yet
 
     def decode_late(*args):

@@ -47,7 +47,7 @@ def test_a_failed_save_is_raised_from_what_the_system_said(tmp_path, operation):
     publication = save(saver, tmp_path / "c", TENSORS)
     saver.close()
     with pytest.raises(SaveFailedError, match="No space left") as raised:
-        raise_if_failed(publication, publication.outcome)
+        raise_if_failed(publication)
     assert isinstance(raised.value, CheckpointingException)
     code, path, name = said(raised.value.__cause__)
     assert isinstance(raised.value.__cause__, StorageError)

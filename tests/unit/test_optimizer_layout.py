@@ -24,7 +24,8 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.mcore.load import optimizer_elsewhere, optimizer_layout, optimizer_places
-from megatron_datastates.mcore.load.optimizer_request import _ATTRIBUTE, CARRIER, OwnBuckets
+from megatron_datastates.mcore.load.optimizer_request import _ATTRIBUTE, OwnBuckets
+from megatron_datastates.mcore.save.buckets import CARRIER
 from tests.unit.states import new_saver, save
 
 GROUP = "optimizer.distributed.dp_group_idx_"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.dcp import DataStatesWriter
-from megatron_datastates.format.values import MANIFEST_NAME, is_dcp_file_name, is_index_name
+from megatron_datastates.format.values import MANIFEST_NAME, digest_in_index_name, is_dcp_file_name
 from tests.unit.inspecting import call, output_of, refused
 from tests.unit.states import SMALL, data_files
 
@@ -146,7 +146,7 @@ def test_repair_is_refused_without_what_megatron_fsdp_needs_to_resume(ours: Path
 
 def test_repair_says_what_is_lost_without_an_index(ours: Path) -> None:
     for path in list(ours.iterdir()):
-        if path.name == MANIFEST_NAME or is_index_name(path.name):
+        if path.name == MANIFEST_NAME or digest_in_index_name(path.name):
             path.unlink()
     assert "only the index of this save says where its tensors are" in refused("repair", ours)
 

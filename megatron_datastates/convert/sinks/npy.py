@@ -34,14 +34,14 @@ def write_npy(
     path: Path,
     content: Content,
     wanted: Slice,
-    dtype: torch.dtype | None = None,
-    progress: Callable[[int], None] = lambda bytes_done: None,
-    check: Callable[[], None] = lambda: None,
+    dtype: torch.dtype | None,
+    progress: Callable[[int], None],
+    check: Callable[[], None],
 ) -> torch.dtype:
     """Writes a new file and returns the dtype of its elements.
 
     Args:
-        dtype: to convert to; by default nothing is converted, and dtypes that numpy lacks are written as raw
+        dtype: to convert to. None: nothing is converted, and dtypes that numpy lacks are written as raw
             bits.
         progress: called with the number of bytes of the tensor read since the last call.
         check: called once all is read, before the file gets its name.

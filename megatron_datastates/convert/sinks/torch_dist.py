@@ -119,7 +119,7 @@ def _forget(path: Path) -> None:
 
 
 def encode_index(
-    tensors: Mapping[str, SourceTensor], written: Iterable[Written], facts: Facts | None = None
+    tensors: Mapping[str, SourceTensor], written: Iterable[Written], facts: Facts | None
 ) -> bytes:
     """Returns the bytes of `.metadata` for these tensors, and for the objects that were written.
 

@@ -49,9 +49,9 @@ class DataStatesSource(Source):
 
     format = "datastates"
 
-    def __init__(self, directory: Path, options: Options | None = None) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._options = options or Options.from_environment()
+        self._options = Options.from_environment()
         self.checkpoint = Checkpoint.open(directory, self._options)
 
     @property

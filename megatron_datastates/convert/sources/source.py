@@ -246,7 +246,7 @@ class Source(ABC):
 
 
 def _written(path: Path) -> tuple[int, float] | None:
-    """Returns the bytes and the time of the last change of a file, also behind links; None if it is gone.
+    """Returns the bytes and the time of the last change of a file, links followed; None if it is gone.
 
     No inode: some mounts number a file anew at any time.
     """

@@ -36,7 +36,6 @@ from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, rea
 from megatron_datastates.mcore.load.optimizer_names import StateNames
 from megatron_datastates.mcore.load.optimizer_places import holds_the_same
 from megatron_datastates.mcore.load.optimizer_request import (
-    CARRIER,
     OwnBuckets,
     bucket_of,
     bucket_tensors,
@@ -46,6 +45,7 @@ from megatron_datastates.mcore.load.optimizer_request import (
     own_shards,
 )
 from megatron_datastates.mcore.load.state import Restated
+from megatron_datastates.mcore.save.buckets import CARRIER
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import (
     PREFIX,

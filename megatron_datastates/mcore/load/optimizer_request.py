@@ -19,12 +19,11 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
 from megatron_datastates.mcore.hooks.calls import Parameters
-from megatron_datastates.mcore.save.buckets import describe_buckets, named_shards
+from megatron_datastates.mcore.save.buckets import CARRIER, describe_buckets, named_shards
 from megatron_datastates.plan.boxes import Box
 from megatron_datastates.plan.strided import boxes_in_range
 
 logger = logging.getLogger(__name__)
-CARRIER = "per_bucket_numel"  # the object of a bucket state that carries the description
 BY_OWN_BUCKETS = "datastates_own_buckets"  # in the metadata of a sharded state dict
 _ATTRIBUTE = "_datastates_own_buckets"
 State = dict[Any, Any]  # what sharded_param_state_dp_reshardable returns
@@ -62,7 +61,7 @@ def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:
-    """Attaches the description to a bucket state that was made for a load. Never raises."""
+    """Attaches the description to the CARRIER of a bucket state that was made for a load. Never raises."""
     carrier = state.get(CARRIER)
     if not isinstance(carrier, ShardedObject):
         return

@@ -34,7 +34,7 @@ from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
-_CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, like the map
+CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, like the map
 _ATTRIBUTE = "_datastates_map"
 _SHARDED = (ShardedTensor, ShardedTensorFactory)
 Named = dict[int, tuple[str, Any]]  # id of a parameter -> its name and its ShardedTensor or factory
@@ -62,7 +62,7 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
             return thin
         state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
         padding = _zero_padding(state)
-        carrier = state.get(_CARRIER)
+        carrier = state.get(CARRIER)
         if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
             try:
                 setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
@@ -94,7 +94,7 @@ def carried_map(item: ShardedObject) -> tuple[str, str] | None:
     text = getattr(item, _ATTRIBUTE, None)
     if text is None:
         return None
-    prefix = item.key.removesuffix(_CARRIER)
+    prefix = item.key.removesuffix(CARRIER)
     return dataclasses.replace(item, key=prefix + OPTIMIZER_MAP_NAME).unique_key, text
 
 
@@ -158,7 +158,7 @@ def describe_buckets(optimizer: Any, state: dict[Any, Any], named: Named) -> Opt
         state: what `sharded_param_state_dp_reshardable` returns.
         named: the model's shards, see named_shards.
     """
-    prefix = state[_CARRIER].key.removesuffix(_CARRIER)
+    prefix = state[CARRIER].key.removesuffix(CARRIER)
     buckets = [
         _bucket(buffer, number, entries, prefix, named)
         for buffer, number, entries in _buckets(optimizer, state)

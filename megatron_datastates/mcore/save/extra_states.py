@@ -55,7 +55,7 @@ class ExtraStates:
         self,
         found: Sequence[ExtraState],
         empty: dict[type, CodeType],
-        dropped: Sequence[weakref.ref[Any]] = (),
+        dropped: Sequence[weakref.ref[Any]],
     ) -> None:
         self.all = found
         self.others = [one for one in found if not one.is_empty]

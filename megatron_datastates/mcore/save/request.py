@@ -22,7 +22,7 @@ _QUEUES = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
 )
-_MOST_HIDDEN = 1  # saves that may have failed behind an unfinished one, which an error would end
+_MOST_HIDDEN = 1  # saves that may have failed after an unfinished one, which an error would end
 
 # Megatron's function that writes metadata.json and waits for all ranks, on the trainer's thread.
 _METADATA = "save.<locals>.metadata_finalize_fn"
@@ -41,12 +41,13 @@ class SaveHandle:
 
     def __call__(self) -> None:
         if os.getpid() == self._process:
-            raise_if_failed(self.publication, self.publication.wait())
+            self.publication.wait()
+            raise_if_failed(self.publication)
 
 
-def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
-    """Raises SaveFailedError, the same on every rank, if the outcome is FAILED."""
-    if outcome is Outcome.FAILED:
+def raise_if_failed(publication: Publication) -> None:
+    """Raises SaveFailedError, the same on every rank, if the save has failed."""
+    if publication.outcome is Outcome.FAILED:
         raise MegatronSaveFailedError(publication.error) from publication.save.cause
 
 
@@ -69,7 +70,7 @@ class _OnlyIfPublished(list[Callable[[], None]]):
     def _publish(self) -> None:
         if self._publication.outcome is Outcome.PENDING and self._publication.wait() is Outcome.FAILED:
             if self._on_failure == "raise":
-                raise_if_failed(self._publication, Outcome.FAILED)
+                raise_if_failed(self._publication)
             warn_of_failure(self._publication)
 
     def append(self, function: Callable[[], None]) -> None:
@@ -83,7 +84,7 @@ class _OnlyIfPublished(list[Callable[[], None]]):
         super().append(run_unless_failed)
 
 
-def make_request(publication: Publication, async_strategy: str, on_failure: str = "raise") -> Any:
+def make_request(publication: Publication, async_strategy: str, on_failure: str) -> Any:
     """Returns an AsyncRequest of the library whose queue will poll it."""
     return _request_class(async_strategy)(
         async_fn=SaveHandle(publication, on_failure),
@@ -106,7 +107,7 @@ class DataStatesCaller:
 
     Args:
         queue: asks for its first save only. If that one's storage hangs, it is asked for ever, and this also
-            reports saves behind it that have failed.
+            reports later saves that have failed.
     """
 
     def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]], queue: Any = None) -> None:
@@ -126,7 +127,7 @@ class DataStatesCaller:
 
         Raises:
             SaveFailedError: the save failed on any rank; raised on all, once: a program that goes on has its
-                queue finalize the saves behind this one. Or several behind it have failed.
+                queue finalize the saves after this one. Or several saves after it have failed.
         """
         if no_dist:
             outcome = self._publication.outcome
@@ -135,14 +136,14 @@ class DataStatesCaller:
         if outcome is Outcome.FAILED:
             self._failed()
         elif outcome is Outcome.PENDING and not no_dist:
-            self._report_failed_behind()
+            self._report_failed_after()
         return outcome is not Outcome.PENDING
 
     def close(self, abort: bool = False) -> None:
         if abort:
             self._publication.abandon("the queue was aborted")
 
-    def _report_failed_behind(self) -> None:
+    def _report_failed_after(self) -> None:
         # All ranks poll all saves, and so do the same here.
         queue = None if self._queue is None else self._queue()
         callers = [call.async_caller for call in queue.async_calls] if queue is not None else []
@@ -159,7 +160,7 @@ class DataStatesCaller:
         if self._on_failure == "raise":
             self._publication.hold_report = False
             self._publication.save.on_trainer_released()
-            raise_if_failed(self._publication, Outcome.FAILED)
+            raise_if_failed(self._publication)
         warn_of_failure(self._publication)
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:

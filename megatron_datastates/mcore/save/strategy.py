@@ -113,7 +113,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """
         with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
-        raise_if_failed(publication, publication.wait())
+        publication.wait()
+        raise_if_failed(publication)
 
     def _extras(self) -> PublicationExtras:
         own = (COMMON_FILE,) if versions.installed().writes_common_file else ()

@@ -68,7 +68,8 @@ def saving(strategy: TrainingSaveStrategy) -> Iterator[None]:
         if threading.get_ident() != trainer or not isinstance(writer, _Writer):  # of the program's own
             return state_dict_saver.save(state_dict, *args, **kwargs)
         publication = _start(strategy, state_dict, writer.given, "sync")
-        raise_if_failed(publication, publication.wait())
+        publication.wait()
+        raise_if_failed(publication)
 
     def save_state_dict_async_plan(state_dict: Any, writer: _AsyncWriter, *args: Any, **kwargs: Any) -> Any:
         return _start(strategy, state_dict, writer.given, "async")

@@ -87,7 +87,7 @@ def read_framed(
     """
     windows = [window for item in items for window in _windows(footers, item)]
     deliveries = _Deliveries()
-    with ThreadPool(threads, "mds-decode") as pool:
+    with ThreadPool(threads, "datastates-decode") as pool:
         before: list[Future[None]] = []
         try:
             for batch in _batches(windows):

@@ -316,7 +316,7 @@ class Checkpoint:
         offset: Sequence[int],
         shape: Sequence[int],
         target: torch.Tensor,
-        through_cache: bool = False,
+        through_cache: bool,
     ) -> list[ScheduledRead]:
         """Plans to read a slice into a contiguous target of its shape and of the stored dtype."""
         entry = self.index.tensor(key)

@@ -113,7 +113,7 @@ class Structure:
         return [device.index if device.type == "cuda" else None for _, _, device in self.facts]
 
 
-def structure_of(tensors: Tensors, description: bytes | None = None) -> Structure:
+def structure_of(tensors: Tensors, description: bytes | None) -> Structure:
     """Returns the structure of `tensors`.
 
     Args:

@@ -205,11 +205,11 @@ def decode_failures(data: bytes) -> dict[int, str]:
     }
 
 
-def file_entries(record: RankRecord, save_id: SaveId, written_as: SaveId | None = None) -> list[FileEntry]:
+def file_entries(record: RankRecord, save_id: SaveId, written_as: SaveId | None) -> list[FileEntry]:
     """Returns the entries of a rank's data files in the manifest of a save.
 
     Args:
-        written_as: the save id of the rank's own file, if it is another one.
+        written_as: the save id of the rank's own file; None if it is `save_id`.
     """
     entries = []
     if record.has_file:
