@@ -22,6 +22,7 @@ REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest, or the index,
 JOURNAL_NAME = ".datastates-weights.tmp"  # what prune --drop-optimizer makes and replaces in a directory
 COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
 COMMON_STATE_KEY = "common_state/shard_0_1"  # the same as an object
+SHARDING_KEY = "distrib_optim_sharding_type"  # of optimizer state: in the content metadata
 ARGUMENTS_KEY = "args"  # an object where Megatron saves through DCP, as with Megatron-FSDP
 ITERATION_KEY = "iteration"  # likewise
 _VERSION_KEY = "checkpoint_version"  # likewise

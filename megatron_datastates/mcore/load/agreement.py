@@ -53,10 +53,10 @@ _LISTED = 3  # different failures, and ranks of each, that a message lists
 
 def is_caused_by_damage(error: BaseException) -> bool:
     """Returns whether a load failed because of the checkpoint's files: an older checkpoint may load."""
-    return is_damage(error.__cause__)
+    return is_of_files(error.__cause__)
 
 
-def is_damage(cause: BaseException | None) -> bool:
+def is_of_files(cause: BaseException | None) -> bool:
     """Returns whether an error is one of the checkpoint's files."""
     return isinstance(cause, _DAMAGE) and not isinstance(cause, UnsafeObjectError)
 

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_tensors_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_datastates.format.directory import SHARDING_KEY
 from megatron_datastates.mcore.errors import load_errors
 from megatron_datastates.mcore.load.optimizer_layout import (
     NO_STATE,
@@ -28,7 +29,6 @@ from megatron_datastates.mcore.load.optimizer_names import StateNames
 from megatron_datastates.mcore.load.state import Restated
 from megatron_datastates.pipeline.loading.optimizer_groups import from_common_state
 
-_SHARDING = "distrib_optim_sharding_type"  # in the content metadata
 _BY_PARAMETER = "fully_reshardable"
 _BUCKET = ".gbuf_idx_"  # in the keys of buckets
 
@@ -43,7 +43,7 @@ def restated_where_needed(arguments: dict[str, Any]) -> Restated | None:
     if not asks_for_buckets(request):
         return None
     common = load_common_state_dict(directory)
-    if ((common or {}).get("content_metadata") or {}).get(_SHARDING) != _BY_PARAMETER:
+    if ((common or {}).get("content_metadata") or {}).get(SHARDING_KEY) != _BY_PARAMETER:
         return None
     announce(directory)
     with load_errors():

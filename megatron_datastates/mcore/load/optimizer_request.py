@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.directory import SHARDING_KEY
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.buckets import CARRIER, describe_buckets, named_shards
@@ -50,7 +51,7 @@ def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         metadata = call.get("metadata") or {}
         if metadata.get(BY_OWN_BUCKETS):
-            metadata = {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}
+            metadata = {**metadata, SHARDING_KEY: "dp_reshardable"}
             args, kwargs = parameters.replaced(args, kwargs, "metadata", metadata)
         state = original(*args, **kwargs)
         if isinstance(state, dict) and isinstance(state.get("param_state"), dict):

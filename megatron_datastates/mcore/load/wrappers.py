@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
-from megatron_datastates.mcore.load.opening import open_checkpoint
-from megatron_datastates.pipeline.runs.runs import is_ours, may_be_ours
+from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
+from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:

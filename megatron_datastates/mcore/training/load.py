@@ -15,12 +15,12 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
 from megatron_datastates.files import any_path, is_object, path_of
-from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.format.directory import RELEASE_NAME, SHARDING_KEY, TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
-from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_damage
+from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_of_files
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
 from megatron_datastates.mcore.training.origin import note_load
@@ -28,7 +28,6 @@ from megatron_datastates.pipeline.runs.run_folders import tracked_name
 from megatron_datastates.pipeline.runs.runs import find_iterations, may_be_ours
 
 logger = logging.getLogger(__name__)
-_SHARDING = "distrib_optim_sharding_type"  # in the content metadata
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
 _WITHOUT_MAP = (
     "megatron_datastates: {} stores the optimizer state in buckets and has no optimizer map, which would say "
@@ -74,7 +73,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
                 if cause is None:
                     raise
-                advice = f" {_advice(load)}" if is_damage(cause) else ""
+                advice = f" {_advice(load)}" if is_of_files(cause) else ""
                 raise MegatronLoadFailedError(f"{cause}{advice}") from cause
             except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
                 if _REFUSAL not in str(error):
@@ -326,7 +325,7 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
         stored = kwargs.get("preloaded_state_dict") or {}
         if not _asks_for_own_buckets(metadata, stored.get("args"), get_args(), load.directory):
             return metadata
-        return {**(metadata or {}), _SHARDING: "fully_reshardable", BY_OWN_BUCKETS: True}
+        return {**(metadata or {}), SHARDING_KEY: "fully_reshardable", BY_OWN_BUCKETS: True}
 
     return load_content_metadata
 
@@ -337,7 +336,7 @@ def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) 
 
     if not getattr(own, "use_distributed_optimizer", False):
         return False
-    kind = (metadata or {}).get(_SHARDING)
+    kind = (metadata or {}).get(SHARDING_KEY)
     if kind is None and metadata is not None:
         return not getattr(stored, "use_distributed_optimizer", True)
     same = all(getattr(stored, name, 1) == getattr(own, name, 1) for name in _REFUSED)

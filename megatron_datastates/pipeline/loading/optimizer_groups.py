@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.format.directory import SHARDING_KEY
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import WHOLE_OBJECT
@@ -21,7 +22,6 @@ from megatron_datastates.providers.named import dictionaries
 
 Options = Mapping[str, Any]  # of a parameter group
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
-_CONTENT = "distrib_optim_sharding_type"  # in the content metadata
 _NO_PREFIX = "chained_optim_avoid_prefix"  # in the same: no key begins with the number of an optimizer
 _TYPE = "param_state_sharding_type"  # in an optimizer's state
 _BUCKETS_TYPE, _RESHARDABLE_TYPE = "dp_reshardable", "fully_reshardable"
@@ -99,17 +99,18 @@ def reshardable_common_state(checkpoint: Checkpoint, stored: Any) -> list[dict[s
     """
     common = stored[0] if isinstance(stored, list) and len(stored) == 1 else None
     content = common.get("content_metadata") if isinstance(common, dict) else None
-    kind = content.get(_CONTENT) if isinstance(content, dict) else None
+    kind = content.get(SHARDING_KEY) if isinstance(content, dict) else None
     if common is None or content is None or kind != _BUCKETS_TYPE:
         raise FormatError(
-            f"the common state of {checkpoint.directory} has {_CONTENT} {kind!r}, expected {_BUCKETS_TYPE!r}"
+            f"the common state of {checkpoint.directory} has {SHARDING_KEY} {kind!r}, expected "
+            f"{_BUCKETS_TYPE!r}"
         )
     optimizer = common.get("optimizer", {})
     if _TYPE in optimizer:
         changed: dict[Any, Any] = _reshardable(from_objects(checkpoint))
     else:
         changed = {link: _reshardable(from_objects(checkpoint, link)) for link in optimizer}
-    content = {**content, _CONTENT: _RESHARDABLE_TYPE, _NO_PREFIX: True}
+    content = {**content, SHARDING_KEY: _RESHARDABLE_TYPE, _NO_PREFIX: True}
     return [{**common, "content_metadata": content, "optimizer": changed}]
 
 
