@@ -203,6 +203,18 @@ def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
     saver.close()
 
 
+@pytest.mark.parametrize("age", ["before the file", "before its data"])
+def test_a_listing_of_nfs_that_is_old_does_not_fail_a_save(tmp_path, monkeypatch, age):
+    def old_listing(directory, wanted):
+        return {} if age == "before the file" else dict.fromkeys(wanted, 0)
+
+    monkeypatch.setattr(presence, "_file_sizes", old_listing)
+    saver = new_saver()
+    assert save(saver, tmp_path, tensors(1)).outcome is Outcome.PUBLISHED
+    saver.close()
+    assert_holds(tmp_path, 1)
+
+
 def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
     content = b'{"sharded_backend": "datastates"}'
     saver = new_saver()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,9 +94,15 @@ def _persistently(look: Callable[[], T]) -> T:
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Describes the manifest's files that are missing or have another size."""
+    """Describes the manifest's files that are missing or have another size; all are durable.
+
+    What a client of NFS lists may be a minute old. To open a file, it asks the server.
+    """
     wanted = _data_files(manifest) | {manifest.index.name: (manifest.index.bytes, "")}
-    return list(_missing(directory, wanted).values())
+    wrong = _missing(directory, wanted)
+    if wrong and not is_object(directory):
+        wrong = _unlike({name: wanted[name] for name in wrong}, _sizes_when_opened(directory, wrong))
+    return list(wrong.values())
 
 
 def missing_data_files(directory: Path, manifest: Manifest, seen: set[str] | None = None) -> list[str]:
@@ -117,6 +125,10 @@ def _data_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
 def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> dict[str, str]:
     """Describes, by name, the files that are missing or have another size."""
     sizes = _object_sizes(directory, wanted) if is_object(directory) else _file_sizes(directory, wanted)
+    return _unlike(wanted, sizes)
+
+
+def _unlike(wanted: dict[str, tuple[int, str]], sizes: dict[str, int]) -> dict[str, str]:
     wrong = {}
     for name, (size, whose) in wanted.items():
         if name not in sizes:
@@ -136,6 +148,24 @@ def _file_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
             }
     except FileNotFoundError:
         return {}
+
+
+def _sizes_when_opened(directory: Path, names: Iterable[str]) -> dict[str, int]:
+    found = {}
+    for name in names:
+        try:
+            descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.EACCES):
+                raise
+            continue
+        try:
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            found[name] = status.st_size
+    return found
 
 
 def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
