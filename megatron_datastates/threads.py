@@ -39,7 +39,7 @@ class ThreadPool(ThreadPoolExecutor):
 
 
 class _Call:
-    """Makes a call for a future, once, whichever threads try to."""
+    """Makes a call for a future, once, whichever threads try to. Then the pool's queue may keep it."""
 
     def __init__(self, function: Callable[[], Any], future: Future[Any]) -> None:
         self._function, self._future, self._turn = function, future, threading.Lock()
@@ -47,8 +47,10 @@ class _Call:
     def __call__(self) -> None:
         if not self._turn.acquire(blocking=False) or not self._future.set_running_or_notify_cancel():
             return
+        function = self._function
+        del self._function  # and its arguments
         try:
-            result = self._function()
+            result = function()
         except BaseException as error:
             self._future.set_exception(error)
             del self._future  # as there

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.support.ranks import RankForge
 from tests.support.tiny import PATH, PRELOAD, Checkpoints, Pretraining
 
@@ -73,3 +74,21 @@ def test_the_stored_distribution_of_shards_is_made_and_read(training: Pretrainin
     again = training.run(*FULLY_PARALLEL, *kept, "--save", tmp_path / "d")
     resumed = training.run(*FULLY_PARALLEL, *kept, "--load", tmp_path / "d", "--ckpt-step", "2")
     assert again.differences(whole) == resumed.differences(whole) == []
+
+
+def test_a_stored_distribution_by_which_a_rank_would_store_what_it_lacks_is_not_used(
+    training: Pretraining, tmp_path: Path
+) -> None:
+    """A load has made it, which asks on all ranks for what rank 0 alone has in a save."""
+    gathered = ["--dist-ckpt-optim-fully-reshardable", "--distrib-optim-fully-reshardable-mem-efficient"]
+    asked = [*FULLY_PARALLEL, *gathered]
+    kept = ["--ckpt-pg-tensors-cache-path", tmp_path / "kept"]
+    whole = training.run(*asked, "--save", tmp_path / "c")
+    training.run(
+        *asked, *kept, "--ckpt-pg-tensors-cache-create", "--load", tmp_path / "c", "--ckpt-step", "2"
+    )
+    training.run(*asked, *kept, "--save", tmp_path / "d")
+    stored = [Checkpoint.open(Checkpoints(tmp_path / name).at(4)).tensors for name in "cd"]
+    assert stored[0].keys() == stored[1].keys()
+    resumed = training.run(*asked, "--load", tmp_path / "d", "--ckpt-step", "2")
+    assert resumed.differences(whole) == []

@@ -30,7 +30,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.publishing import directory_publisher, lateness
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving import postponement, stable
@@ -692,3 +692,13 @@ def test_no_file_is_linked_beside_another_save_to_the_same_directory(tmp_path, b
     saver._unfinished = []
     saver.close()
     assert (link is None) is beside
+
+
+def test_a_slow_write_of_what_does_not_change_is_no_storage_that_hangs(tmp_path, monkeypatch, caplog):
+    """The other file is whole by then, and all is copied."""
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.6)
+    slow = ",".join(f"write:{n}:stall=200" for n in range(1, 30))  # four at a time
+    saver = new_saver(**LINKING, faults=slow, staging_memory=32 * MIB)
+    save(saver, tmp_path / "c", state_of() | {"base": frozen(1, 24 * MIB)})
+    saver.close()
+    assert "keeps all others waiting" not in caplog.text

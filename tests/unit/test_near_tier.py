@@ -27,7 +27,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.near import recovery, tier
+from megatron_datastates.pipeline.near import copying, recovery, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.places import near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -362,6 +362,24 @@ def test_a_rank_whose_storage_hangs_before_a_load_says_so(
     assert recover(nodes)[0] == 3
     found = [line for line in caplog.messages if "keeps all others waiting" in line]
     assert len(found) == 1 and str(nodes.run) in found[0] and socket.gethostname() in found[0]
+
+
+def test_a_copy_that_takes_long_before_a_load_is_no_storage_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first rank of a node copies all its files, and the others of a single node have nothing to do."""
+    nodes, read = killed(tmp_path), Copier._read_checked
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.6)
+        read(*args)
+
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 1.5)
+    monkeypatch.setattr(copying, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(recovery, "_COPIES", 1)
+    monkeypatch.setattr(Copier, "_read_checked", slow)
+    assert recover(nodes)[0] == 3
+    assert "keeps all others waiting" not in caplog.text
 
 
 def test_a_newer_checkpoint_in_save_is_left_alone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -254,6 +255,13 @@ def test_in_a_run_that_cannot_be_changed_checkpoints_stay_whole(root):
         prune(root, RetentionRules(keep_last=1))
     root.chmod(0o755)
     assert all(one.complete for one in find_iterations(root))
+
+
+def test_a_read_only_file_system_is_no_lack_of_permission(root, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *args, **kwargs: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(StorageError, match=r"Read-only file system\. It is still complete"):
+        prune(root, RetentionRules(keep_last=1))
 
 
 def test_what_cannot_be_removed_does_not_keep_the_others(root, monkeypatch):

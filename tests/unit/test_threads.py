@@ -86,3 +86,19 @@ def test_an_error_is_forgotten_with_its_future(started, threads):
         assert error() is None
     finally:
         gc.enable()
+
+
+def test_without_threads_no_call_is_kept_for_the_life_of_the_pool(started):
+    """What they read into may be all that is read."""
+    started[0] = 0
+
+    class Buffer:
+        pass
+
+    buffer = Buffer()
+    kept = weakref.ref(buffer)
+    with ThreadPool(1) as pool:
+        pool.submit(id, buffer).result()
+        del buffer
+        gc.collect()
+        assert kept() is None

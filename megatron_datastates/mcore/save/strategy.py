@@ -46,6 +46,7 @@ from megatron_datastates.providers.base import StateProvider
 
 Transform = Callable[[StateProvider], StateProvider]
 FarPublished = Callable[[Path], Callable[[SaveId, bool], None] | None]
+_DETERMINE = "determine_main_replica_uniform_distribution"
 _DISTRIBUTE = "distribute_main_replicas_with_precomputed_distribution"
 
 
@@ -294,12 +295,42 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
         if not isinstance(self.base_strategy, DataStatesSaveStrategy):
             original(self, sharded_state_dict)
             return
-        with replaced(fully_parallel, _DISTRIBUTE, _distributing_what_is_known()):
+        with (
+            replaced(fully_parallel, _DETERMINE, _determining_what_fits()),
+            replaced(fully_parallel, _DISTRIBUTE, _distributing_what_is_known()),
+        ):
             original(self, sharded_state_dict)
         if self.do_cache_distribution:
             checked.add(self)
 
     return apply_saving_parallelization
+
+
+def _determining_what_fits() -> Callable[..., Any]:
+    """Returns Megatron's function that determines a distribution, which uses a stored one only if it fits.
+
+    A load may have made the stored one. Of some state it asks on all ranks, and a save has it on one: with
+    --distrib-optim-fully-reshardable-mem-efficient, all of the optimizer's. What another rank is to store
+    would be stored by none.
+    """
+    original = getattr(fully_parallel, _DETERMINE)
+
+    def determine(sharded_state_dict: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        distribution = original(sharded_state_dict, group, *args, **kwargs)
+        if kwargs.get("pg_cache_path") is None or distribution is None:
+            return distribution
+        rank, stored_by = torch.distributed.get_rank(group), distribution.main_rank_for_shard
+        held = {_sharded_tensor_shard_id(item) for item in _tensors_in(sharded_state_dict)}
+        lacking: list[Any] = [None] * torch.distributed.get_world_size(group)
+        own = any(main == rank and shard not in held for shard, main in stored_by.items())
+        torch.distributed.all_gather_object(lacking, own, group)
+        return original(sharded_state_dict, group) if any(lacking) else distribution
+
+    return determine
+
+
+def _tensors_in(sharded_state_dict: Any) -> list[ShardedTensor]:
+    return [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
 
 
 def _distributing_what_is_known() -> Callable[..., None]:
@@ -327,9 +358,8 @@ def _not_distributed(
     if distribution is None:  # the group has one rank
         return []
     rank, ranks = torch.distributed.get_rank(group), distribution.all_ranks_for_shard
-    tensors = [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
     return [
         (item, item.replica_id)
-        for item in tensors
+        for item in _tensors_in(sharded_state_dict)
         if rank not in ranks.get(_sharded_tensor_shard_id(item), ())
     ]

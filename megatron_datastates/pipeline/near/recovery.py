@@ -155,6 +155,7 @@ class _Recovery:
         self._copier = Copier(options, self._faults, Limit(0))
         self._collectives = Collectives()
         self.rank = self._collectives.rank
+        self._moved = 0  # grows with looks at files and copied bytes; threads may lose an addition
 
     def look(self) -> list[Node]:
         """Returns what each rank's node has; of the ranks of a node only the first one says it."""
@@ -273,7 +274,8 @@ class _Recovery:
                 # Copies may take all ranks long. No watchdog ends the wait for one whose storage hangs.
                 is_late = not share.done() and size - done <= max(size // _LATE_PART, 1)
                 lateness.look(
-                    "" if is_late else None, "its look for a newer checkpoint, or its copy, has not ended"
+                    self._moved if is_late else None,
+                    "its look for a newer checkpoint, or its copy, stands still",
                 )
                 time.sleep(_POLL_SECONDS)
         return share.result()
@@ -321,7 +323,9 @@ class _Recovery:
                 held_by.setdefault(file_name, []).append(rank)
 
         def look(file: FileEntry) -> DataStatesError | None:
-            return why_not_whole(self._run / name / file.name, manifest, file)
+            error = why_not_whole(self._run / name / file.name, manifest, file)
+            self._note_moved(1)
+            return error
 
         with ThreadPool(_LOOKS) as threads:  # slow storage and object stores answer late
             errors = list(threads.map(look, manifest.files))
@@ -341,6 +345,9 @@ class _Recovery:
                 plan.copies.setdefault(min(have)[2], []).append(file)
         return plan
 
+    def _note_moved(self, count: int) -> None:
+        self._moved += count
+
     def _copy(self, name: str, plan: _Plan) -> _Damaged:
         """Copies this rank's share; returns what was damaged."""
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
@@ -349,7 +356,7 @@ class _Recovery:
 
         def copy(file: FileEntry) -> _Damaged:
             try:
-                self._copier.copy(near / file.name, far / file.name, manifest, file)
+                self._copier.copy(near / file.name, far / file.name, manifest, file, self._note_moved)
             except StorageError as error:  # of reading: see Copier.copy
                 return {(self.rank, file.name): f"rank {self.rank}: {error}"}
             return {}

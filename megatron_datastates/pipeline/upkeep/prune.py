@@ -136,7 +136,8 @@ class _Removal:
         """Does steps 2 to 4 for what was listed and read in step 1; returns why the rest stays."""
         run = self._path.parent
         if not os.access(run, os.W_OK, effective_ids=True):  # only the last step would fail, the files gone
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run))
+            code = errno.EROFS if os.statvfs(run).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code), str(run))
         self._faults.point("remove manifest")
         if _rename(self._index) and content_of(self._path / REMOVAL_NAME) != self._content:
             _put_back(self._index)
