@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.config import Options
+from megatron_datastates.config import Options, options_of_call
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.files import is_object, path_of
@@ -145,7 +145,7 @@ def _start(
             f"{directory}: expected a directory of a file system; only Megatron's training loop saves to "
             "object stores"
         )
-    saver = saver_for(Options.from_environment(options))
+    saver = saver_for(options_of_call(options))
     with trainer_held("start"):
         publication = saver.start(
             path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
@@ -198,7 +198,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
             `into` may have been filled in part.
     """
     _check_path(directory)
-    chosen = Options.from_environment(options)
+    chosen = options_of_call(options)
     with reported_load(directory, lambda: chosen) as tracker:
         checkpoint = Checkpoint.open(directory, chosen)
         tracker.follow(checkpoint)

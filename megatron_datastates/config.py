@@ -371,6 +371,21 @@ class Options:
         return cls(**values)
 
 
+def options_of_call(options: Mapping[str, Any]) -> Options:
+    """Reads the options of a call that saves or loads what it is given.
+
+    Raises:
+        OptionError: as `Options.from_environment`; or they name state providers, of which such a call knows
+            nothing: left out without an error, their state would be lost.
+    """
+    if options.get("providers"):
+        raise OptionError(
+            f"providers={options['providers']!r}: this option is for Megatron's saves and loads; to ds.save "
+            "and ds.load, pass state providers as values of the state (docs/providers.md)"
+        )
+    return Options.from_environment(options)
+
+
 def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None:
     """Raises OptionError for a variable with our prefix that sets nothing, such as a misspelt one."""
     for name in environment:

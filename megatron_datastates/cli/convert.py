@@ -118,7 +118,8 @@ def convert(
 
     Exit codes: 0 converted; 1 the source is damaged, --verify found a difference, or (--all) a checkpoint was
     not converted or the one that the tracker names is missing, or it was converted and the tracker could not
-    be written; 2 it cannot be converted (a file is missing, truncated or unreadable); 130 interrupted.
+    be written; 2 it cannot be converted (a file is missing or unreadable, or a data file
+    truncated); 130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify

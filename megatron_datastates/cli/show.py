@@ -61,7 +61,7 @@ def show(
     JSON). The norm is the square root of the sum of squares.
 
     Exit codes: 0 listed; 1 the checkpoint is damaged; 2 no such checkpoint, no key matches, or a file is
-    missing, truncated or unreadable.
+    missing or unreadable, or a data file truncated.
 
     \b
     Example: datastates show runs/gpt/iter_0001000 '*norm*' --stats

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from megatron_datastates.config import Options
+from megatron_datastates.config import options_of_call
 from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
@@ -52,7 +52,7 @@ class DataStatesReader(CheckpointReader):
         FileSystemReader.__init__(self, directory_of(path))  # a checkpoint is opened by each load
         self._boxes, self._states = {}, None
         self._failure = ""  # of this load's first attempt to open the checkpoint
-        self._options = Options.from_environment(options)
+        self._options = options_of_call(options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(directory_of(checkpoint_id) if checkpoint_id else None)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron_datastates.config import Options
+from megatron_datastates.config import options_of_call
 from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.dcp.items import PlannedState
 from megatron_datastates.dcp.paths import directory_of
@@ -71,7 +71,7 @@ class DataStatesWriter(StorageWriter):
             DataStatesError: `path` is a URL.
         """
         self._directory = directory_of(path)
-        self._options = Options.from_environment(options)
+        self._options = options_of_call(options)
         self._name = uuid.uuid4().hex  # DCP's own id of the save, for its log
         # On the coordinator, from `prepare_global_plan` and from `write_data` to `finish`:
         self._save_id: SaveId | None = None

@@ -249,6 +249,11 @@ def named(providers: Mapping[str, StateProvider] | Iterable[StateProvider]) -> d
     if isinstance(providers, Mapping):
         pairs = providers.items()
     else:
+        if isinstance(providers, str):
+            raise ProviderError(
+                f"expected state providers, found the text {providers!r}: pass the objects themselves; only "
+                "--datastates-providers and MEGATRON_DATASTATES_PROVIDERS name functions that return them"
+            )
         pairs = [(getattr(provider, "name", None), provider) for provider in providers]
     found: dict[str, StateProvider] = {}
     for name, provider in pairs:

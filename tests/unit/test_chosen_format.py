@@ -166,7 +166,8 @@ def test_options_of_a_near_tier_need_one(
         arguments.check_near_options(args, Options(**given))
     assert not caplog.text
     arguments.check_near_options(namespace(), Options(**given))  # of an environment that many jobs share
-    assert f"{flag} needs --datastates-near DIR: it is ignored" in caplog.text
+    variable = f"MEGATRON_DATASTATES_{next(iter(given)).upper()}"
+    assert f"{variable} needs --datastates-near DIR: it is ignored" in caplog.text
     arguments.check_near_options(args, Options(near="/local", **given))
     args.save = "msc://store/run"
     arguments.check_near_options(args, arguments.options_of(args))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 from megatron_datastates.errors import (
     MismatchError,
     MissingKeyError,
@@ -289,6 +290,19 @@ def test_an_ambiguous_state_fails_the_save(tmp_path: Path) -> None:
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no such option: nonsense"):
         ds.save({}, tmp_path / "ck", nonsense=1)
+
+
+def test_providers_in_an_option_are_refused_rather_than_left_out(tmp_path: Path) -> None:
+    given = {"providers": "package.module:function"}
+    for call in (ds.save, ds.async_save):
+        with pytest.raises(OptionError, match="pass state providers as values"):
+            call({"w": torch.ones(3)}, tmp_path / "ck", **given)
+    ds.save({"w": torch.ones(3)}, tmp_path / "ck")
+    with pytest.raises(OptionError, match="pass state providers as values"):
+        ds.load(tmp_path / "ck", **given)
+    for of_dcp in (DataStatesWriter, DataStatesReader):
+        with pytest.raises(OptionError, match="pass state providers as values"):
+            of_dcp(tmp_path / "ck", **given)
 
 
 def test_importing_the_package_imports_neither_torch_nor_anything_of_ours() -> None:

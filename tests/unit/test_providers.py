@@ -234,6 +234,8 @@ def test_providers_in_lists_have_names_and_no_two_the_same() -> None:
         named({"": Counter()})
     with pytest.raises(ProviderError, match="is not a state provider"):
         named({"data": {"w": 1}})  # type: ignore[dict-item]
+    with pytest.raises(ProviderError, match="found the text 'module:function'"):
+        named("module:function")  # type: ignore[arg-type]
 
 
 def test_a_provider_is_described_with_what_it_wraps() -> None:

@@ -186,6 +186,7 @@ def test_where_a_run_is_needed_a_checkpoint_is_called_one(command: str, format: 
     message = refused(name, given, *more)
     assert f"{given} is a checkpoint, not the directory of a run" in message
     assert ("leave --all out" in message) == ("--all" in more)
+    assert ("use `datastates show`" in message) == (name in ("ls", "trend"))
 
 
 @pytest.mark.parametrize("command", [*OF_A_RUN, "show", "verify", "show --iteration 5"])

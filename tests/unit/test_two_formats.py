@@ -145,7 +145,8 @@ def test_the_error_says_which_one_is_later_and_which_one_loads(is_of_megatron: b
     assert code == 2 and times in reported
     assert ("names torch_dist, so Megatron loads the former" in reported) is is_of_megatron
     removed = ["metadata.json", ".metadata"] if is_of_megatron else [".metadata"]
-    assert f"remove datastates.manifest, or {' and '.join(removed)}" in reported
+    assert "To keep only the former, remove datastates.manifest;" in reported
+    assert f"to keep only the latter, remove {' and '.join(removed)}" in reported
     kept = Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-kept")))
     (kept / "datastates.manifest").unlink()
     assert run("verify", kept)[0] == 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_datastates import stores
-from megatron_datastates.config import Options, OptionSpec, advice_on
+from megatron_datastates.config import ENVIRONMENT_PREFIX, Options, OptionSpec, advice_on
 from megatron_datastates.errors import DataStatesError, OptionError, StorageError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
@@ -345,7 +345,8 @@ def check_near_options(args: Any, options: Options) -> None:
         if getattr(args, "datastates_" + name, None) is not None:
             raise OptionError(f"{flag} needs --datastates-near DIR")
         if getattr(args, "rank", 0) == 0:
-            logger.warning("%s needs --datastates-near DIR: it is ignored", flag)
+            variable = ENVIRONMENT_PREFIX + name.upper()
+            logger.warning("%s needs --datastates-near DIR: it is ignored", variable)
 
 
 def _require_apart(save: str, option: str) -> None:

@@ -114,12 +114,12 @@ def why_no_run(directory: Path, or_else: str = "use `datastates show`") -> str:
     """Says, for commands that need a run, what a directory without iterations is, or has, instead.
 
     Args:
-        or_else: what can be done with a checkpoint.
+        or_else: what can be done with a checkpoint; may be empty.
     """
     with contextlib.suppress(OSError):
         if _is_checkpoint(directory, names_in(directory)):
             above = (directory if is_object(directory) else directory.absolute()).parent
-            advice = f"give {above} if that is one, or {or_else}"
+            advice = f"give {above} if that is one{or_else and f', or {or_else}'}"
             return f"{directory} is a checkpoint, not the directory of a run: {advice}"
     return f"{directory} is not the directory of a run: it has no directory iter_*{what_is_below(directory)}"
 

@@ -200,7 +200,7 @@ def require_counts(directory: Path) -> None:
             f"{directory} holds two checkpoints: {TORCH_DIST_INDEX} is of torch_dist or DCP, and no save of "
             f"ours has replaced it. {TORCH_DIST_INDEX} was written {at[0]}, {MANIFEST_NAME} {at[1]}; "
             f"{METADATA_NAME} {which}. Load the former with DCP's FileSystemReader or after `datastates "
-            f"convert`; to keep only the later one, remove {MANIFEST_NAME}, or "
+            f"convert`. To keep only the former, remove {MANIFEST_NAME}; to keep only the latter, remove "
             f"{f'{METADATA_NAME} and ' if is_named else ''}{TORCH_DIST_INDEX}"
         )
 

@@ -121,7 +121,7 @@ def plan_prune(
         verb = "listed" if where == str(path) else "read"
         raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
     if not found and not uploads:
-        raise NotACheckpointError(why_no_run(path))
+        raise NotACheckpointError(why_no_run(path, or_else=""))
     tracked = require_tracked(path / TRACKER_NAME)
     wanted = found if again is None else [one for one in found if one.path == again[0].path]
     complaints = {one.path: _complaint(one, others) for one in wanted}
