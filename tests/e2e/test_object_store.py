@@ -87,24 +87,23 @@ def test_training_goes_on_while_the_store_is_away(
 def test_a_killed_run_resumes_from_what_only_the_near_tier_has(
     pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
-    far = Far(tmp_path)
+    far, steps = Far(tmp_path), 30  # a save is published some iterations after it
     far.environment["TMPDIR"] = str(tmp_path)  # the near tier that is used where none is given
     far.store.fail(f"PUT .*iter_0000004/{MANIFEST}", UNAVAILABLE)
     killed = pretraining.start(
-        # The delay is long enough that the run does not end before it is killed, on a busy machine either.
-        *far.arguments("--step-delay-ms", "4000", steps=12),
+        *far.arguments("--step-delay-ms", "1000", steps=steps),
         environment=far.environment,
     )
-    killed.job.wait_until(lambda: any("iter_0000004/index-" in name for name in far.names()), 60)
+    killed.job.wait_until(lambda: any("iter_0000004/index-" in name for name in far.names()), 90)
     killed.job.kill()
     far.store.heal()
     assert far.tracked() == "2" and f"run/iter_0000004/{MANIFEST}" not in far.names()
     assert len(list(tmp_path.glob("datastates-near-*/run-*"))) == 1
 
-    resumed = pretraining.run(*far.arguments(steps=12), environment=far.environment)
+    resumed = pretraining.run(*far.arguments(steps=steps), environment=far.environment)
 
-    uninterrupted = reference("tp2", 12)
+    uninterrupted = reference("tp2", steps)
     assert "is newer than what is in msc://store/run (iteration 2)" in resumed.log
     assert resumed.resumed_from(uninterrupted) >= 4
     assert resumed.differences(uninterrupted) == []
-    assert far.tracked() == "12"
+    assert far.tracked() == str(steps)
