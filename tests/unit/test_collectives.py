@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ class LateDevice:
         self._queue: deque[Callable[[], Any]] = deque()
         self._cleared: list[int] = []  # addresses of what the next sum joins
         monkeypatch.setattr(dist, "all_reduce", lambda tensor: self._later(lambda: self._sum(tensor)))
-        monkeypatch.setattr(dist, "gather", self._gather_to_first)
         monkeypatch.setattr(Collectives, "_transport", lambda collectives: self)
 
     def empty(self, count: int) -> torch.Tensor:
@@ -53,9 +53,6 @@ class LateDevice:
         self._cleared.remove(tensor.data_ptr())  # each rank has its numbers in a place of their own
         mine, others = tensor.view(RANKS, -1)[0], tensor.view(RANKS, -1)[1:]  # this is rank 0
         others += mine
-
-    def _gather_to_first(self, mine: torch.Tensor, parts: list[torch.Tensor], dst: int) -> None:
-        self._later(lambda: [part.copy_(mine) for part in parts])
 
     def _later(self, work: Callable[[], Any]) -> None:
         self._queue.append(work)
@@ -155,37 +152,41 @@ def test_gathers_in_flight_at_the_same_time_do_not_share_memory(collectives: Col
 def test_rounds_on_a_device_are_enqueued_and_share_its_memory(
     device: LateDevice, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ROUND_BYTES", 7 * RANKS)
-    monkeypatch.setattr(module, "_LEAST_ROUND_BYTES", 1)
+    monkeypatch.setattr(module, "_ROUND_BYTES", 16)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)  # the others add zeros
     data = bytes(range(20))
-    arriving = collectives.gather_to_first(data, [20, 5, 19])
-    assert device.made == [7, 7 * RANKS] and collectives.calls == {"gather layouts": 3}
+    arriving = collectives.gather_to_first(data, np.array([20, 5, 19]))
+    assert device.made == [16] and collectives.calls == {"gather layouts": 3}
     assert not arriving.is_over()
-    assert arriving.result() == [data, data[:5], data[:19]]
+    assert arriving.result() == [data, bytes(5), bytes(19)]
     assert arriving.is_over()
 
 
-@pytest.mark.parametrize("round_bytes", [1, 7, 100, 1000])
-def test_bytes_of_all_ranks_are_gathered_in_rounds_of_bounded_size(
-    monkeypatch: pytest.MonkeyPatch, round_bytes: int
+@pytest.mark.parametrize("round_bytes", [4, 8, 100, 1000])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_bytes_of_all_ranks_are_joined_in_rounds_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch, round_bytes: int, rank: int
 ) -> None:
+    """Each rank adds its own bytes, zeros elsewhere, and the first one reads the sum."""
     data = [bytes(range(20)), b"", bytes(range(100, 107))]
-    rounds: list[int] = []
+    joined = b"".join(part + bytes(-len(part) % 4) for part in data)
+    place = slice(20 * (rank > 0), 20 * (rank > 0) + len(data[rank]))
+    own = bytearray(len(joined))
+    own[place] = data[rank]
+    rounds: list[bytes] = []
 
-    def gather(mine: torch.Tensor, parts: list[torch.Tensor], dst: int) -> None:
-        begin = sum(rounds)
-        for part, whole in zip(parts, data, strict=True):
-            piece = whole[begin : begin + len(part)]
-            part.copy_(torch.tensor([*piece, *[255] * (len(part) - len(piece))], dtype=torch.uint8))
-        assert mine[: len(data[0]) - begin].tolist() == list(data[0][begin : begin + len(mine)])
-        rounds.append(len(mine))
+    def all_reduce(tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.int32  # not all of NCCL's algorithms sum bytes
+        begin = sum(map(len, rounds))
+        rounds.append(tensor.numpy().tobytes())
+        tensor.copy_(torch.frombuffer(bytearray(joined[begin : begin + 4 * len(tensor)]), dtype=torch.int32))
 
-    monkeypatch.setattr(module, "_ROUND_BYTES", round_bytes * RANKS)
-    monkeypatch.setattr(module, "_LEAST_ROUND_BYTES", 1)
-    monkeypatch.setattr(dist, "gather", gather)
+    monkeypatch.setattr(module, "_ROUND_BYTES", round_bytes)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(Collectives, "_transport", lambda collectives: None)
     collectives = Collectives()
-    collectives.distributed, collectives.size = True, RANKS
-    assert collectives.gather_to_first(data[0], [len(part) for part in data]).result() == data
-    assert set(rounds) == {min(round_bytes, 20)}
-    assert sum(rounds) < 20 + round_bytes
+    collectives.distributed, collectives.rank, collectives.size = True, rank, RANKS
+    found = collectives.gather_to_first(data[rank], np.array([len(part) for part in data])).result()
+    assert found == (data if rank == 0 else [])
+    assert b"".join(rounds) == own
+    assert max(map(len, rounds)) == min(round_bytes, len(joined))

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-_ROUND_BYTES = 64 << 20
-_LEAST_ROUND_BYTES = 4096
+_ROUND_BYTES = 16 << 20
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -145,53 +146,53 @@ class Collectives:
         """
         if not self.distributed:
             return [value]
-        data = pickle.dumps(value)
+        data = zlib.compress(pickle.dumps(value), 1)  # mostly names of files, which resemble each other
         sizes = np.frombuffer(self.start_gather(len(data).to_bytes(8, "little")).result(), "<u8")
-        ends = np.cumsum(-(-sizes.astype(np.int64) // 4)).tolist()  # whole numbers, as in `start_gather`
-        own = _tensor_of(data + bytes(-len(data) % 4)).view(torch.int32)
-        begin, total, step = ends[self.rank] - own.numel(), ends[-1], _ROUND_BYTES // 4
-        joined = bytearray()
-        for at in range(0, total, step):
-            self._count("share")
-            first = min(max(begin - at, 0), step)
-            mine = own[max(at - begin, 0) : max(at + step - begin, 0)]
-            joined += self._start(mine, first, min(step, total - at), _bytes_of).result()
-        begins = [0, *(4 * end for end in ends[:-1])]
-        return [pickle.loads(joined[at : at + size]) for at, size in zip(begins, sizes.tolist(), strict=True)]
+        shared = self._join(data, sizes.astype(np.int64), "share", reads=True).result()
+        return [pickle.loads(zlib.decompress(each)) for each in shared]
 
-    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> PollableResult[list[bytes]]:
+    def gather_to_first(self, data: bytes, sizes: npt.NDArray[np.int64]) -> PollableResult[list[bytes]]:
         """Asks for every rank's bytes on rank 0, of the lengths that all ranks know; for nothing elsewhere.
 
-        In rounds, since all ranks' pieces of one are as long: they take _ROUND_BYTES on a device, or of more
-        ranks than make that up, _LEAST_ROUND_BYTES each. All rounds use the same memory there, one after the
-        other on its stream; host memory holds what rank 0 receives. A backend that works on host memory waits
-        for the other ranks in each round.
+        By sums, as `start_gather`: for torch's gather, NCCL opens a connection from rank 0 to every other
+        rank, with buffers for each.
         """
         if not self.distributed:
             return _Known([data])
-        longest, transport = max(sizes), self._transport() or HostTransport()
-        each = min(longest, max(_ROUND_BYTES // self.size, _LEAST_ROUND_BYTES))
-        rows = self.size if self.rank == 0 else 0
-        mine, everyone = transport.empty(each), transport.empty(rows * each)
-        sent = transport.pinned(len(data)).copy_(_tensor_of(data))
+        return self._join(data, sizes, "gather layouts", reads=self.rank == 0)
+
+    def _join(self, data: bytes, sizes: npt.NDArray[np.int64], kind: str, *, reads: bool) -> _Rounds:
+        """Starts to bring every rank's bytes together, on the ranks that read them.
+
+        In rounds of _ROUND_BYTES, which use the same memory on a device, one after the other on its stream;
+        host memory holds what is read. A backend that works on host memory waits for the other ranks in each
+        round.
+        """
+        transport = self._transport() or HostTransport()
+        ends = np.cumsum(_whole_numbers(sizes)).tolist()
+        total, step = ends[-1], _ROUND_BYTES // 4
+        padded = _tensor_of(data + bytes(-len(data) % 4))
+        sent = transport.pinned(len(padded)).copy_(padded).view(torch.int32)
+        begin, joined = ends[self.rank] - len(sent), transport.empty(4 * min(step, total)).view(torch.int32)
         rounds: list[torch.Tensor] = []
-        received = list(everyone.view(rows, each).unbind(0)) if rows else None
-        for at in range(0, longest, each):
-            self._count("gather layouts")
-            piece = sent[at : at + each]
-            transport.copy(mine[: len(piece)], piece)
-            dist.gather(mine, received, dst=0)
-            if rows:
-                rounds.append(transport.pinned(rows * each))
-                transport.copy(rounds[-1], everyone)
+        for at in range(0, total, step):
+            self._count(kind)
+            mine = sent[max(at - begin, 0) : max(at + step - begin, 0)]
+            first, summed = min(max(begin - at, 0), step), joined[: total - at]
+            transport.clear(summed)
+            transport.copy(summed[first : first + len(mine)], mine)
+            dist.all_reduce(summed)
+            if reads:
+                rounds.append(transport.pinned(4 * len(summed)))
+                transport.copy(rounds[-1].view(torch.int32), summed)
         done = transport.event()
         done.record()
-        return _Rounds(rounds, sizes if rows else [], done)
+        return _Rounds(rounds, sizes if reads else sizes[:0], done)
 
     def send_from_first(self, data: bytes, size: int) -> PollableResult[bytes]:
         """Asks for rank 0's bytes, `size` of them, on all ranks; `data` counts on rank 0 only.
 
-        In rounds of _ROUND_BYTES, as `gather_to_first`.
+        In rounds of _ROUND_BYTES, as what is joined.
         """
         if not self.distributed:
             return _Known(data)
@@ -250,8 +251,9 @@ def _tensor_of(data: bytes) -> torch.Tensor:
     )
 
 
-def _bytes_of(found: torch.Tensor) -> bytes:
-    return found.numpy().tobytes()
+def _whole_numbers(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns how many numbers of 32 bits hold so many bytes. Not all of NCCL's algorithms sum bytes."""
+    return -(-sizes // 4)
 
 
 class Event:
@@ -393,21 +395,22 @@ class _Arriving:
 
 
 class _Rounds(_Arriving):
-    """Rows of a rank each, in rounds. To be read once, on any thread; what was read is dropped."""
+    """Bytes of all ranks, one after the other, in rounds. To be read once, on any thread."""
 
-    def __init__(self, rounds: list[torch.Tensor], sizes: Sequence[int], done: Event) -> None:
+    def __init__(self, rounds: list[torch.Tensor], sizes: npt.NDArray[np.int64], done: Event) -> None:
         super().__init__(done)
         self._rounds, self._sizes = rounds[::-1], sizes
 
     def result(self) -> list[bytes]:
         self._await()
-        found = [bytearray() for _ in self._sizes]
-        while self._rounds:
-            rows = self._rounds.pop().numpy().reshape(len(found), -1)
-            for held, size, row in zip(found, self._sizes, rows, strict=True):
-                held += row[: max(size - len(held), 0)].data
-        found.reverse()  # each goes as its copy comes: all together may be a GiB
-        return [bytes(found.pop()) for _ in self._sizes]
+        found, held = [], bytearray()
+        for size, count in zip(self._sizes.tolist(), _whole_numbers(self._sizes).tolist(), strict=True):
+            padded = 4 * count
+            while len(held) < padded:  # each goes as its copy comes: all together may be a GiB
+                held += self._rounds.pop().numpy().data
+            found.append(bytes(held[:size]))
+            del held[:padded]
+        return found
 
 
 class _Received(_Arriving):

@@ -75,7 +75,7 @@ class IndexExchange:
                 a layout known since.
         """
         own = self._parts(sizes[collectives.rank].tolist())
-        self._asked = collectives.gather_to_first(own, sizes.sum(axis=1).tolist())
+        self._asked = collectives.gather_to_first(own, sizes.sum(axis=1))
         self.look()
 
     def look(self) -> None:
