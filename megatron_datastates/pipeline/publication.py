@@ -34,6 +34,7 @@ import enum
 import functools
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -216,7 +217,8 @@ class Publication:
     def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
         if sums.failed:
             self.keeps_files = sums.in_place > 0
-            self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
+            node = socket.gethostname() if self.collectives.distributed else ""
+            self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure, node))
         elif self._records_asked is not None:
             records, self._records_asked = self._records_asked.result(), None
             self._exchange(Records(records))

@@ -1,5 +1,6 @@
 """A save that fails on one rank: all ranks raise the same error, and nothing is lost."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,7 @@ def test_saves_that_fail_behind_one_that_hangs_are_reported(world: World, tmp_pa
     for each in reports:
         assert each["saves"] == 3, "one failure does not end the first save, which may yet be published"
         assert "iter_0000001 failed on 1 of 2 ranks: rank 1: " in each["error"]
+        assert f" (on node {socket.gethostname()})." in each["error"]
         assert "fence-deadline" in each["error"]
         assert each["warned"] == []
 

@@ -18,19 +18,23 @@ from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, 
 
 
 def reported(*texts: str | None) -> str:
-    """Returns the error that ranks with these failures agree on."""
-    return _summary({rank: Failure(text, None, False) for rank, text in enumerate(texts) if text is not None})
+    """Returns the error that ranks with these failures agree on; two ranks are on each node."""
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    return _summary({rank: Failure(text, f"n{rank // 2}", None, False) for rank, text in failed.items()})
 
 
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        (["a"], "rank 0: a"),
-        ([None, "a", None, "b"], "rank 1: a; rank 3: b"),
-        (["a", "b", "a"], "ranks 0, 2: a; rank 1: b"),
-        (["a"] * 3, "ranks 0, 1, 2: a"),
-        (["a"] * 8, "ranks 0, 1, 2 and 5 more: a"),
-        (["a", "b", "c", "d", "e", "d"], "rank 0: a; rank 1: b; rank 2: c (and 3 more ranks)"),
+        (["a"], "rank 0: a (on node n0)"),
+        ([None, "a", None, "b"], "rank 1: a (on node n0); rank 3: b (on node n1)"),
+        (["a", "b", "a"], "ranks 0, 2: a (on nodes n0, n1); rank 1: b (on node n0)"),
+        (["a"] * 2, "ranks 0, 1: a (on node n0)"),
+        (["a"] * 8, "ranks 0, 1, 2 and 5 more: a (on nodes n0, n1, n2 and 1 more)"),
+        (
+            ["a", "b", "c", "d", "e", "d"],
+            "rank 0: a (on node n0); rank 1: b (on node n0); rank 2: c (on node n1) (and 3 more ranks)",
+        ),
     ],
 )
 def test_ranks_are_named_with_what_they_met(texts, expected):
@@ -55,5 +59,5 @@ def test_what_an_older_checkpoint_would_say_too_is_no_damage(kind):
 
 def test_damage_on_any_rank_is_the_cause_on_all():
     causes = [None, MissingKeyError("a"), StorageError("b"), CorruptDataError("c")]
-    failures = {rank: Failure("", cause, False) for rank, cause in enumerate(causes)}
+    failures = {rank: Failure("", "n", cause, False) for rank, cause in enumerate(causes)}
     assert _cause(failures) is causes[2]

@@ -486,7 +486,9 @@ def test_failures_round_trip_and_have_one_size(text):
 
 
 @given(st.text(min_size=300).map(lambda text: "é" * 300 + text))
-def test_a_long_failure_is_cut(text):
+def test_a_long_failure_is_cut_before_the_name_of_its_node(text):
+    (found,) = decode_failures(encode_failure(text, "gpu-17")).values()
+    assert found.endswith(" (on node gpu-17)")
     (found,) = decode_failures(encode_failure(text)).values()
     assert text.startswith(found.rstrip("�"))
     assert len(found) > 100

@@ -32,6 +32,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class Failure:
     """One rank's failure, as sent to the others."""
 
     text: str
+    node: str
     cause: DataStatesError | None
     is_mismatch: bool
 
@@ -83,7 +85,7 @@ class Failure:
         ours = error if is_ours_alone else error.__cause__
         text = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
         cause = ours if isinstance(ours, DataStatesError) else None
-        return cls(text, cause, isinstance(error, LoadMismatch))
+        return cls(text, socket.gethostname(), cause, isinstance(error, LoadMismatch))
 
 
 class Agreement:
@@ -288,13 +290,16 @@ def _summary(failures: dict[int, Failure]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_text.setdefault(failure.text, []).append(rank)
-    listed = [f"{_rank_names(ranks)}: {text}" for text, ranks in list(ranks_by_text.items())[:_LISTED]]
+    listed = []
+    for text, ranks in list(ranks_by_text.items())[:_LISTED]:
+        nodes = list(dict.fromkeys(failures[rank].node for rank in ranks))
+        listed.append(f"{_some('rank', ranks)}: {text} (on {_some('node', nodes)})")
     omitted = sum(len(ranks) for ranks in list(ranks_by_text.values())[_LISTED:])
     return "; ".join(listed) + (f" (and {omitted} more ranks)" if omitted else "")
 
 
-def _rank_names(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {some_of([str(rank) for rank in ranks], _LISTED)}"
+def _some(noun: str, names: Sequence[object]) -> str:
+    return f"{noun}{'' if len(names) == 1 else 's'} {some_of([str(name) for name in names], _LISTED)}"
 
 
 def _cause(failures: dict[int, Failure]) -> DataStatesError | None:

@@ -190,9 +190,10 @@ class SavedPart:
     providers: bytes  # the list of its state providers
 
 
-def encode_failure(text: str | None) -> bytes:
-    """Encodes a rank's first error, cut to the record's size, or that it has none."""
-    data = (text or "").encode()[: _FAILURE_BYTES - 3]
+def encode_failure(text: str | None, node: str = "") -> bytes:
+    """Encodes a rank's first error, cut to the record's size, and its node; or that it has no error."""
+    end = f" (on node {node})".encode() if node else b""
+    data = (text or "").encode()[: _FAILURE_BYTES - 3 - len(end)] + end
     return _FAILURE.pack(text is not None, len(data), data)
 
 
