@@ -182,9 +182,9 @@ def test_looking_inside_reads_only_what_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("into", "error", "said"),
     [
-        ({"t": torch.zeros(3, 2)}, MismatchError, r"'t' was saved with the shape \(2, 3\).*\(3, 2\)"),
+        ({"t": torch.zeros(3, 2)}, MismatchError, r"'t' was saved with the shape \(2, 3\) in /.*\(3, 2\)"),
         ({"t": torch.zeros(2, 3, dtype=torch.int32)}, MismatchError, "float32 and cannot become .*int32"),
-        ({"u": torch.zeros(2, 3)}, MissingKeyError, "'u'"),
+        ({"u": torch.zeros(2, 3)}, MissingKeyError, "there is no tensor 'u' in /"),
         ({"t": None}, MissingKeyError, "'t'"),
         ({"t": ds.Shard(torch.zeros(1, 3), (2, 3), (2, 0))}, MismatchError, "no slice"),
         ({"t": ds.Shard(np.zeros((2, 3)), (2, 3), (0, 0))}, MismatchError, "'t': its shard has a ndarray"),

@@ -185,10 +185,12 @@ def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor
 
 def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> bool:
     """Returns whether stored bytes go right to the target's memory. Raises as `fill`."""
+    if key not in checkpoint.index.tensors:
+        raise checkpoint.index.missing("tensor", key, str(checkpoint.directory))
     entry = checkpoint.index.tensor(key)
     if entry.global_shape != place.global_shape:
         raise MismatchError(
-            f"tensor {key!r} was saved with the shape {entry.global_shape}, "
+            f"tensor {key!r} was saved with the shape {entry.global_shape} in {checkpoint.directory}, "
             f"and is wanted with {place.global_shape}"
         )
     if tuple(target.shape) != tuple(place.shape):
