@@ -371,19 +371,29 @@ class Options:
         return cls(**values)
 
 
+# Options of saves and loads through Megatron only, and what other calls do instead.
+_THROUGH_MEGATRON = {
+    "providers": "to ds.save and ds.load, pass state providers as values of the state (docs/providers.md)",
+    "near": "other calls write to the directory that they are given",
+    "while_saving": "in other programs, ask whether the handle of the last save is `done`",
+    "fallback": "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run",
+}
+
+
 def options_of_call(options: Mapping[str, Any]) -> Options:
     """Reads the options of a call that saves or loads what it is given.
 
     Raises:
-        OptionError: as `Options.from_environment`; or they name state providers, of which such a call knows
-            nothing: left out without an error, their state would be lost.
+        OptionError: as `Options.from_environment`; or one is for saves and loads through Megatron. Left out
+            without an error, providers' state would be lost, or a near tier missed.
     """
-    if options.get("providers"):
-        raise OptionError(
-            f"providers={options['providers']!r}: this option is for Megatron's saves and loads; to ds.save "
-            "and ds.load, pass state providers as values of the state (docs/providers.md)"
-        )
-    return Options.from_environment(options)
+    read = Options.from_environment(options)
+    for name, advice in _THROUGH_MEGATRON.items():
+        if name in options and getattr(read, name) != Options.__dataclass_fields__[name].default:
+            raise OptionError(
+                f"{name}={options[name]!r}: this option is for saves and loads through Megatron; {advice}"
+            )
+    return read
 
 
 def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None:

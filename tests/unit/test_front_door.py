@@ -305,6 +305,14 @@ def test_providers_in_an_option_are_refused_rather_than_left_out(tmp_path: Path)
             of_dcp(tmp_path / "ck", **given)
 
 
+@pytest.mark.parametrize("option", [{"near": "/fast"}, {"while_saving": "skip"}, {"fallback": "2"}], ids=str)
+def test_options_that_would_have_no_effect_are_refused(tmp_path: Path, option: dict[str, str]) -> None:
+    with pytest.raises(OptionError, match=f"{next(iter(option))}='.*for saves and loads through Megatron"):
+        ds.save({}, tmp_path / "ck", **option)
+    assert not (tmp_path / "ck").exists()
+    ds.save({}, tmp_path / "ck", near="", while_saving="wait", fallback=0)
+
+
 def test_importing_the_package_imports_neither_torch_nor_anything_of_ours() -> None:
     code = (
         "import sys, megatron_datastates as ds; before = set(sys.modules); dir(ds); "
