@@ -15,7 +15,7 @@ LATE_SECONDS = 60.0
 
 
 class Lateness:
-    """Whether this rank's part of something common has stood still for LATE_SECONDS. Used by one thread.
+    """Whether this rank's part of something common stands still. Used by one thread.
 
     Args:
         what: the others wait for; named in the message.
@@ -25,10 +25,10 @@ class Lateness:
         self._what, self._rank = what, rank
         self._seen: object = None
         self._since = 0.0
-        self._is_said = False
+        self._next = LATE_SECONDS  # of standing still, until it is logged
 
     def look(self, moved: object, doing: str) -> None:
-        """Logs once that nothing has moved between looks.
+        """Logs that nothing has moved for LATE_SECONDS; again after twice the time, and so on.
 
         Args:
             moved: differs from the last one if something has moved; None if nobody waits for this rank.
@@ -36,9 +36,9 @@ class Lateness:
         """
         now = time.monotonic()
         if moved is None or moved != self._seen:
-            self._seen, self._since = moved, now
-        elif not self._is_said and now - self._since >= LATE_SECONDS:
-            self._is_said = True
+            self._seen, self._since, self._next = moved, now, LATE_SECONDS
+        elif now - self._since >= self._next:
+            self._next = 2 * (now - self._since)
             logger.warning(
                 "%s: rank %d on node %s keeps all others waiting: %s for %.0f s; look at the storage and the "
                 "mounts of that node",
