@@ -164,6 +164,12 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
             raise FormatError(f"{place}: an element of it belongs to its shards twice")
 
 
+def cover(shards: Sequence[ParameterShard], elements: int) -> bool:
+    """Returns whether shards are a whole parameter of so many elements, each of them once."""
+    is_whole = sum(math.prod(shard.shape) for shard in shards) == elements
+    return is_whole and all(_fits(shard, elements) for shard in shards) and not _share_elements(shards)
+
+
 def _fits(shard: ParameterShard, elements: int) -> bool:
     boxes = (shard.global_shape, shard.offset, shard.shape, shard.strides)
     if len({len(sizes) for sizes in boxes}) != 1 or _product(shard.global_shape) >= _MAX_ELEMENTS:

@@ -19,9 +19,10 @@ def holds_the_same(stored: OptimizerMap, own: OptimizerMap, checkpoint: Checkpoi
 
     verl makes its request after it has loaded the model, whose sharded state no longer says where each
     parameter lies. Such a parameter must then be at the same place of its bucket, and the model be split as
-    the stored one.
+    the stored one. So, too, where the stored map lacks its place.
     """
-    unplaced = {(b.name, p.begin) for b in own.buckets for p in b.parameters if not p.shards}
+    buckets = (*own.buckets, *stored.buckets)
+    unplaced = {(b.name, p.begin) for b in buckets for p in b.parameters if not p.shards}
     if unplaced and not _is_split_as(checkpoint.manifest.parallel):
         return False
     return _places(stored, unplaced) == _places(own, unplaced)

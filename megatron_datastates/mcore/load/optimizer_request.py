@@ -20,7 +20,7 @@ from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.directory import SHARDING_KEY
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
 from megatron_datastates.mcore.hooks.calls import Parameters
-from megatron_datastates.mcore.save.buckets import CARRIER, describe_buckets, named_shards
+from megatron_datastates.mcore.save.buckets import CARRIER, ModelShards, describe_buckets
 from megatron_datastates.plan.boxes import Box
 from megatron_datastates.plan.strided import boxes_in_range
 
@@ -67,9 +67,11 @@ def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:
     if not isinstance(carrier, ShardedObject):
         return
     try:
-        named = named_shards(model_state)
-        flexible = {item.key for _, item in named.values() if getattr(item, "allow_shape_mismatch", False)}
-        own = OwnBuckets(describe_buckets(optimizer, state, named), frozenset(flexible))
+        shards = ModelShards(model_state)
+        flexible = {
+            item.key for _, item in shards.named.values() if getattr(item, "allow_shape_mismatch", False)
+        }
+        own = OwnBuckets(describe_buckets(optimizer, state, shards), frozenset(flexible))
         setattr(carrier, _ATTRIBUTE, own)
     except Exception as error:  # the layout may be the stored one, and then nobody needs it
         logger.warning("this optimizer loads from its own parallel layout only: %r", error)

@@ -7,7 +7,9 @@ the run's own buckets (mcore/load/optimizer_request.py).
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from megatron_datastates.format.optimizer_map import (
     OptimizerMap,
     Parameter,
     ParameterShard,
+    cover,
 )
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.plan.boxes import contiguous_strides
@@ -37,7 +40,8 @@ logger = logging.getLogger(__name__)
 CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, like the map
 _ATTRIBUTE = "_datastates_map"
 _SHARDED = (ShardedTensor, ShardedTensorFactory)
-Named = dict[int, tuple[str, Any]]  # id of a parameter -> its name and its ShardedTensor or factory
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Named = tuple[str, Any]  # a name in a model's sharded state, and its ShardedTensor or factory
 # By optimizer: the fingerprint of what the map was made from, and the map. Both rarely change.
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
@@ -98,11 +102,59 @@ def carried_map(item: ShardedObject) -> tuple[str, str] | None:
     return dataclasses.replace(item, key=prefix + OPTIMIZER_MAP_NAME).unique_key, text
 
 
+class ModelShards:
+    """What a model's sharded state has of each parameter.
+
+    Usually one ShardedTensor or factory, whose data is the parameter. Megatron's fused down projection of
+    multi-latent attention stores two tensors instead, which are views of one parameter.
+    """
+
+    def __init__(self, model_state: Any) -> None:
+        self.named: dict[int, Named] = {id(item.data): (name, item) for name, item in _named(model_state, "")}
+
+    def name_and_shards(self, param: torch.Tensor) -> tuple[str, tuple[ParameterShard, ...]]:
+        """Returns a name of the parameter, and the shards that the model stores of it; none if unknown."""
+        if id(param) in self.named:
+            name, item = self.named[id(param)]
+            return name, _shards(item)
+        return self._views_of(param)
+
+    def _views_of(self, param: torch.Tensor) -> tuple[str, tuple[ParameterShard, ...]]:
+        if not _is_plain(param):
+            return "", ()
+        begins, views = self._by_address.get((param.device, param.dtype), ([], []))
+        begin = param.data_ptr()
+        first = bisect.bisect_left(begins, begin)
+        end = bisect.bisect_left(begins, begin + param.numel() * param.element_size())
+        shards = [
+            _shard(item, (address - begin) // param.element_size(), item.data.stride())
+            for address, (_, item) in zip(begins[first:end], views[first:end], strict=True)
+        ]
+        return (views[first][0], tuple(shards)) if shards and cover(shards, param.numel()) else ("", ())
+
+    @functools.cached_property
+    def _by_address(self) -> dict[Any, tuple[list[int], list[Named]]]:
+        """Sharded tensors that have memory, in its order, by device and dtype."""
+        found: dict[Any, list[tuple[int, Named]]] = {}
+        for name, item in self.named.values():
+            if isinstance(item, ShardedTensor) and _is_plain(item.data) and item.data.numel():
+                kind = item.data.device, item.data.dtype
+                found.setdefault(kind, []).append((item.data.data_ptr(), (name, item)))
+        for placed in found.values():
+            placed.sort(key=lambda one: one[0])
+        return {kind: tuple(map(list, zip(*placed, strict=True))) for kind, placed in found.items()}  # type: ignore[misc]
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+
+
 def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> str:
-    source = _fingerprint(optimizer, state, model_state, metadata)
+    shards = ModelShards(model_state)
+    source = _fingerprint(optimizer, state, shards, metadata)
     made = _made.get(optimizer)
     if made is None or made[0] != source:
-        described = describe_buckets(optimizer, state, named_shards(model_state))
+        described = describe_buckets(optimizer, state, shards)
         for parameter in (one for bucket in described.buckets for one in bucket.parameters):
             if not parameter.shards:
                 logger.warning(
@@ -113,27 +165,23 @@ def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: A
     return made[1]
 
 
-def named_shards(model_state: Any) -> Named:
-    """Returns the names and shards of a model's sharded state by `id()` of the tensor."""
-    return {id(item.data): (name, item) for name, item in _named(model_state, "")}
-
-
-def _fingerprint(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> Any:
-    """Returns all that a map depends on. On the trainer's path in every save."""
-    own = {id(param) for buffer in optimizer.buffers for param in buffer.param_index_map}
+def _fingerprint(optimizer: Any, state: dict[Any, Any], shards: ModelShards, metadata: Any) -> Any:
+    """Returns all that a map depends on. On the trainer's path in every save that is not prepared."""
+    own = {id(param): param for buffer in optimizer.buffers for param in buffer.param_index_map}
     model = [
-        (id(item.data), item.key, getattr(item, "global_offset", None), getattr(item, "global_shape", None))
-        for item in nested_values(model_state)
-        if isinstance(item, _SHARDED) and id(item.data) in own  # other items may be new objects in every save
+        (number, item.key, getattr(item, "global_offset", None), getattr(item, "global_shape", None))
+        for number, (_, item) in shards.named.items()
+        if number in own  # other items may be new objects in every save
     ]
+    others = [(number, shards.name_and_shards(own[number])) for number in own.keys() - shards.named.keys()]
     places = [id(buffer.param_index_map) for buffer in optimizer.buffers]  # made with the buffer
     states = [list(entries[0]) for _, _, entries in _buckets(optimizer, state)]
     # Part of the metadata decides which shards factories build.
     plain = {key: value for key, value in (metadata or {}).items() if isinstance(value, str | int)}
-    return model, places, states, plain
+    return model, others, places, states, plain
 
 
-def _named(nested: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _named(nested: Any, path: str) -> Iterator[Named]:
     """Yields sharded tensors and factories of them, each with its name."""
     if isinstance(nested, _SHARDED):
         yield path, nested
@@ -151,27 +199,28 @@ def _buckets(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, int, 
                 yield buffer, number, entries
 
 
-def describe_buckets(optimizer: Any, state: dict[Any, Any], named: Named) -> OptimizerMap:
+def describe_buckets(optimizer: Any, state: dict[Any, Any], shards: ModelShards) -> OptimizerMap:
     """Returns the map of an optimizer's buckets.
 
     Args:
         state: what `sharded_param_state_dp_reshardable` returns.
-        named: the model's shards, see named_shards.
     """
     prefix = state[CARRIER].key.removesuffix(CARRIER)
     buckets = [
-        _bucket(buffer, number, entries, prefix, named)
+        _bucket(buffer, number, entries, prefix, shards)
         for buffer, number, entries in _buckets(optimizer, state)
     ]
     return OptimizerMap(MAP_FORMAT_VERSION, tuple(buckets))
 
 
-def _bucket(buffer: Any, number: int, entries: list[dict[str, Any]], prefix: str, named: Named) -> Bucket:
+def _bucket(
+    buffer: Any, number: int, entries: list[dict[str, Any]], prefix: str, shards: ModelShards
+) -> Bucket:
     tensors = {name: item for name, item in entries[0].items() if isinstance(item, ShardedTensor)}
     name, stored = next(iter(tensors.items()))
     first = buffer.buckets[number].offset
     parameters = [
-        _parameter(param, begin - first, end - first, named)
+        _parameter(param, begin - first, end - first, shards)
         for param, (begin, end, bucket) in buffer.param_index_map.items()
         if bucket == number
     ]
@@ -183,9 +232,9 @@ def _bucket(buffer: Any, number: int, entries: list[dict[str, Any]], prefix: str
     )
 
 
-def _parameter(param: Any, begin: int, end: int, named: Named) -> Parameter:
-    name, item = named.get(id(param), ("", None))
-    return Parameter(name, begin, end, () if item is None else _shards(item))
+def _parameter(param: Any, begin: int, end: int, shards: ModelShards) -> Parameter:
+    name, found = shards.name_and_shards(param)
+    return Parameter(name, begin, end, found)
 
 
 def _shards(item: Any) -> tuple[ParameterShard, ...]:

@@ -28,6 +28,8 @@ from megatron_datastates.mcore.save.survey import MAKER, UnprovableError, code_o
 _NAME = re.compile(r"(?:(.*)\.)?_extra_state([0-9]*)")
 _PICKLING = ("transformer_engine.", "megatron.")  # modules whose extra states are pickles
 _SPLIT = "_split_extra_state"  # a method of TEGroupedLinear
+# Megatron's FusedMLASelfAttention stores the extra state of its one down projection under the names of two.
+_FUSED = re.compile(r"(.*)\blinear_(?:q|kv)_down_proj")
 _TENSORS = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
 
 
@@ -93,7 +95,7 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
     for key, item in state.items():
         may_be_one = isinstance(item, ShardedObject | LocalNonpersistentObject)
         name = _NAME.fullmatch(key) if may_be_one else None
-        module = modules.get(name[1] or "") if name is not None else None
+        module = _module(modules, name[1] or "") if name is not None else None
         if isinstance(item, LocalNonpersistentObject) and module is not None:
             dropped[id(module)] = weakref.ref(module)
         elif isinstance(item, ShardedObject):
@@ -116,6 +118,12 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> ExtraStates:
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
     return ExtraStates(found, empty, list(dropped.values()))
+
+
+def _module(modules: dict[str, Any], name: str) -> Any:
+    """Returns the module whose extra state has this name; None if there is none."""
+    fused = _FUSED.fullmatch(name) if name not in modules else None
+    return modules.get(f"{fused[1]}linear_qkv_down_proj" if fused is not None else name)
 
 
 def _leaves(item: Any) -> Iterator[Any]:
