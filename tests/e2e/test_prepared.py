@@ -12,6 +12,11 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 STEPS: list[str | Path] = ["--train-iters", "8", "--save-interval", "2", "--ckpt-format", "datastates"]
+LATENT = [
+    *("--multi-latent-attention", "--q-lora-rank", "16", "--kv-lora-rank", "12", "--qk-layernorm"),
+    *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "8", "--mtp-num-layers", "1"),
+    "--untie-embeddings-and-output-weights",  # tied ones and two stages: Megatron fails with such a layer
+]
 LAST = 6
 STOP = ["--exit-interval", str(LAST)]
 
@@ -48,6 +53,27 @@ def test_saves_after_the_first_are_prepared_and_exact(
     for step in (4, LAST):
         resumed = pretraining.run(*how, *STEPS, "--load", root, "--ckpt-step", str(step))
         assert resumed.resumed_from(saved) == step
+
+
+@pytest.mark.parametrize("down_projections", ["two", "fused"])
+def test_saves_of_multi_latent_attention_are_prepared_and_exact(
+    down_projections: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """With --mla-down-proj-fusion, two tensors and two extra states are stored of one layer."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, "--async-save", *LATENT]
+    local = {"TINY_LATENT_ATTENTION": down_projections}
+    saved = pretraining.run(
+        *how, *STOP, "--save", root, "--datastates-report-file", report, environment=local
+    )
+    assert prepared(report) == {2: False, 4: True, 6: True}
+    assert saves(report)[-1]["eager_bytes"] < saves(report)[-1]["lazy_bytes"] / 100
+    assert any("linear_kv_down_proj.weight" in key for key in Checkpoint.open(root / "iter_0000006").tensors)
+    resumed = pretraining.run(*how, "--load", root, environment=local)
+    assert resumed.resumed_from(saved) == LAST
+    other = {"TINY_LATENT_ATTENTION": {"two": "fused", "fused": "two"}[down_projections]}
+    changed = pretraining.run(*LATENT, *LAYOUTS["pp2"], *STEPS, "--load", root, environment=other)
+    assert "it is loaded by parameter" in changed.log
 
 
 def test_prepared_saves_that_copy_at_once_are_exact(pretraining: Pretraining, tmp_path: Path) -> None:

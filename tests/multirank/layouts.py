@@ -23,3 +23,15 @@ EP2: Layout = {"expert_model_parallel_size": 2}
 EP4: Layout = {"expert_model_parallel_size": 4}
 TP2_OF_EXPERTS: Layout = TP2 | {"expert_tensor_parallel_size": 2}
 TP1_OF_EXPERTS: Layout = TP2 | {"expert_tensor_parallel_size": 1}
+MLA: Layout = {
+    "model": "mla",
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
+FUSED_MLA: Layout = MLA | {"model": "fused mla"}  # stored as MLA: a parameter's rows have two names

@@ -108,20 +108,26 @@ def shards_in_memory(training: Training, *, main: bool = True) -> Iterator[Shard
     model = training.sharded()
     model.pop("optimizer")
     kinds = (ShardedTensor, ShardedTensorFactory)
-    sharded = {id(item.data): item for item in nested_values(model) if isinstance(item, kinds)}
+    sharded: dict[int, list[Any]] = {}  # by id of the parameter: it is stored, or views of some of its rows
+    for item in (item for item in nested_values(model) if isinstance(item, kinds)):
+        whole = item.data if item.data._base is None else item.data._base
+        sharded.setdefault(id(whole), []).append(item)
     for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
         for param, states in gathered(optimizer):
-            item = sharded[id(param)]
+            items = sorted(sharded[id(param)], key=lambda item: item.data.storage_offset())
             for state, value in states.items():
-                fields: dict[str, Any] = {
-                    "key": f"optimizer.state.{state}.{item.key}",
-                    "data": value.reshape(param.shape),
-                }
-                if isinstance(item, ShardedTensor):
-                    fields["dtype"] = value.dtype
-                moved = dataclasses.replace(item, **fields)
-                built = nested_values(moved.build()) if hasattr(moved, "build") else [moved]
-                yield from (shard for shard in built if not main or is_main_replica(shard.replica_id))
+                rows = value.reshape(param.shape).split([len(item.data) for item in items])
+                for item, data in zip(items, rows, strict=True):
+                    yield from _built(item, state, data, main=main)
+
+
+def _built(item: Any, state: str, data: torch.Tensor, *, main: bool) -> Iterator[ShardedTensor]:
+    fields: dict[str, Any] = {"key": f"optimizer.state.{state}.{item.key}", "data": data}
+    if isinstance(item, ShardedTensor):
+        fields["dtype"] = data.dtype
+    moved = dataclasses.replace(item, **fields)
+    built = nested_values(moved.build()) if hasattr(moved, "build") else [moved]
+    yield from (shard for shard in built if not main or is_main_replica(shard.replica_id))
 
 
 def gathered(optimizer: Any) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:

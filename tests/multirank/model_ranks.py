@@ -32,7 +32,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from other_models import BUILDERS
 from saving_rank import join, make_directory, report
@@ -98,7 +98,9 @@ class Training:
         """Puts what was loaded into the models and the optimizer, as Megatron's training loop does."""
         names = [name for name in loaded if name.startswith("model")]
         for name, chunk in zip(names, self.chunks, strict=True):
-            chunk.load_state_dict(loaded[name])
+            # Such a model refuses what it has stored, and Megatron's loop loads it all the same.
+            is_fused = any("linear_qkv_down_proj" in name for name, _ in chunk.named_parameters())
+            chunk.load_state_dict(loaded[name], strict=not is_fused)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded["optimizer"])
 
@@ -129,7 +131,8 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     # States follow the groups; the attention here, which never runs, would refuse context parallelism.
     own = ("tied", "context_parallel_size", "split_qkv", "decoupled_lr", "bucket_size", "model")
     options = {name: value for name, value in layout.items() if name not in own}
-    config = TransformerConfig(**(TINY | options))
+    kind_of_config = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
+    config = kind_of_config(**(TINY | options))
     stages = layout.get("virtual_pipeline_model_parallel_size")
     chunks: list[Any] = [
         build_chunk(config, None if stages is None else stage, layout.get("tied", False), layout.get("model"))

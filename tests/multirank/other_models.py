@@ -1,4 +1,5 @@
-"""Megatron-Core's models other than GPT, for model_ranks.py: a hybrid of Mamba and attention, and LLaVA.
+"""Megatron-Core's models other than plain GPT, for model_ranks.py: a hybrid of Mamba and attention, LLaVA,
+and a GPT with multi-latent attention, whose down projections are two parameters or one.
 
 They never run forwards here, so the kernels of `mamba_ssm` and `causal_conv1d` are absent; one norm
 has weights. What belongs here: building a chunk of a model. What does not: saving, loading, comparing.
@@ -7,11 +8,14 @@ has weights. What belongs here: building a chunk of a model. What does not: savi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.machinery
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import latent_attention
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -147,4 +151,28 @@ def build_llava(config: TransformerConfig, vocabulary: int) -> torch.nn.Module:
     )
 
 
-BUILDERS = {"hybrid": build_hybrid, "llava": build_llava}
+def build_mla(config: TransformerConfig, vocabulary: int, *, fused: bool = False) -> torch.nn.Module:
+    """Builds a GPTModel with multi-latent attention; `fused`: its down projections are one parameter."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layer = get_gpt_layer_local_spec(
+        multi_latent_attention=True, qk_layernorm=True, normalization=config.normalization
+    )
+    latent_attention.adapt(layer.submodules.self_attention, fused=fused)
+    return GPTModel(
+        config,
+        layer,
+        vocab_size=vocabulary,
+        max_sequence_length=16,
+        position_embedding_type="rope",
+        **stage_of_pipeline(None),
+    )
+
+
+BUILDERS: dict[str, Callable[[TransformerConfig, int], torch.nn.Module]] = {
+    "hybrid": build_hybrid,
+    "llava": build_llava,
+    "mla": build_mla,
+    "fused mla": functools.partial(build_mla, fused=True),
+}

@@ -1,4 +1,6 @@
-"""States of hybrid models, LLaVA and Muon reshard as torch_dist's do, bit for bit; Muon resumes exactly."""
+"""States of hybrid models, LLaVA, multi-latent attention and Muon reshard as torch_dist's do, bit for bit;
+Muon resumes exactly.
+"""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multirank.layouts import DENSE, PP2, TP2, Layout
+from tests.multirank.layouts import DENSE, FUSED_MLA, MLA, PP2, TP2, Layout
 from tests.support.world import World
 
 HYBRID: Layout = {
@@ -50,6 +52,29 @@ def test_default_optimizer_state_of_hybrid_models_fits_other_layouts(world: Worl
     ):
         assert rank["restated"] == [1, 1]
         assert any("mixer" in key for key in rank["compared"][0])
+
+
+@pytest.mark.parametrize("saved", [MLA, FUSED_MLA], ids=["two projections", "one"])
+def test_multi_latent_attention_fits_other_layouts(world: World, tmp_path: Path, saved: Layout) -> None:
+    """Whether the down projections of attention are two parameters or one. Bit for bit as torch_dist's."""
+    loading = [MLA | PP2, FUSED_MLA | PP2, MLA | TP2, FUSED_MLA]
+    reports = world.run(
+        "model_ranks:reshard", tmp_path, [(saved | TP2, loading), (saved | PP2, loading)], None,
+        timeout_seconds=120,
+    )  # fmt: skip
+    assert all(any("_down_proj" in name for name in names) for names in reports[0]["loaded"][0])
+
+
+@pytest.mark.parametrize("saved", [MLA, FUSED_MLA], ids=["two projections", "one"])
+def test_default_optimizer_state_of_multi_latent_attention_fits_other_layouts(
+    world: World, tmp_path: Path, saved: Layout
+) -> None:
+    world.run("anywhere_ranks:save", tmp_path, [saved | TP2], "dp_reshardable", timeout_seconds=120)
+    loading = [MLA | PP2, FUSED_MLA | PP2, MLA, FUSED_MLA, MLA | TP2, FUSED_MLA | TP2]
+    for rank in world.run("anywhere_ranks:load", tmp_path, 0, loading, {}, timeout_seconds=120):
+        own = loading.index(saved | TP2)
+        assert rank["restated"] == [int(number != own) for number in range(len(loading))]
+        assert any("linear_q_down_proj" in key for key in rank["compared"][0])
 
 
 @needs_muon

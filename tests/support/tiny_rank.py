@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import frozen
+import latent_attention
 import mutations
 import numpy
 import pretrain_tiny
@@ -182,6 +183,8 @@ def main(arguments: list[str], folder: str) -> None:
     LayerWiseDistributedOptimizer.allgather_params = LayerWiseDistributedOptimizer.broadcast_params
     if PROVIDED in os.environ:
         _provide_model()
+    if latent_attention.CHOSEN in os.environ:
+        latent_attention.install(fused=os.environ[latent_attention.CHOSEN] == "fused")
     recorder = Recorder()
     mutations.install(recorder.working)
     recorder.attach()
