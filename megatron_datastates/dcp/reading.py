@@ -228,6 +228,14 @@ class _FragmentBox(_Box):
         """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
         entry = checkpoint.index.tensor(item.storage_index.fqn)
         number = find(entry, item.storage_index)
+        shape = tuple(entry.shapes[number].tolist())
+        box = tuple(item.storage_offsets), tuple(item.lengths)
+        if len(box[0]) != len(shape) or any(o + n > size for o, n, size in zip(*box, shape, strict=True)):
+            raise FormatError(  # what lies there are the bytes of other tensors
+                f"tensor {item.storage_index.fqn!r}: the load plan asks for {box[1]} at {box[0]} of a "
+                f"fragment of shape {shape}: it was made of other metadata than those of "
+                f"{checkpoint.directory}"
+            )
         file = int(entry.files[number])
         place = file, int(entry.file_offsets[number])
         return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, through_cache, entry, number)

@@ -21,10 +21,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -533,6 +537,43 @@ def test_the_last_of_targets_that_share_memory_counts(first: Any, last: Any, tmp
         memory = torch.zeros(1024, 1024)
         load({"a": first(memory), "b": last(memory)}, tmp_path)
         assert memory.unique().tolist() == [2.0]
+
+
+class Placed(DefaultLoadPlanner):
+    """Resolves a tensor to a target of its own, and may ask for more than it has been asked for."""
+
+    def __init__(self, target: torch.Tensor, more: int = 0) -> None:
+        super().__init__()
+        self._target, self._more = target, more
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        more = torch.Size([self._more])
+        return LoadPlan([dataclasses.replace(item, storage_offsets=more) for item in plan.items])
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target
+
+
+def test_a_target_without_memory_is_refused(tmp_path: Path) -> None:
+    """To copy to it does nothing, so that the load would have returned."""
+    save({"w": torch.ones(4)}, tmp_path)
+    planner = Placed(torch.empty(4, device="meta"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4)}, storage_reader=DataStatesReader(tmp_path), planner=planner)
+    assert "tensor 'w': the target is on the meta device" in str(cause_of(caught))
+
+
+def test_a_plan_that_leaves_its_fragment_is_refused(tmp_path: Path) -> None:
+    """What lies there are the bytes of other tensors."""
+    save({"w": torch.ones(4), "x": torch.full((64,), 7.0)}, tmp_path)
+    planner = Placed(memory := torch.zeros(4), more=2)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4)}, storage_reader=DataStatesReader(tmp_path), planner=planner)
+    assert "tensor 'w': the load plan asks for (4,) at (2,) of a fragment of shape (4,)" in str(
+        cause_of(caught)
+    )
+    assert not memory.any()
 
 
 def test_columns_of_one_tensor_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

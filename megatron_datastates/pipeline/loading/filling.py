@@ -196,11 +196,6 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
             f"tensor {key!r}: the target has the shape {tuple(target.shape)}, and its place the shape "
             f"{tuple(place.shape)}: pass a target of that shape"
         )
-    if target.is_meta or target.layout is not torch.strided:
-        kind = "on the meta device" if target.is_meta else f"of the layout {target.layout}"
-        raise MismatchError(
-            f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
-        )
     require_memory(key, target)
     is_plain = type(target) in _PLAIN
     if not is_plain and hasattr(target, "to_local"):
@@ -224,9 +219,16 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
 
 
 def require_memory(key: str, target: torch.Tensor) -> None:
-    """Raises MismatchError for a target that ends beyond its storage: other memory would be written to."""
-    is_known = target.layout is torch.strided and target.device.type in ("cpu", "cuda")
-    if type(target) not in _PLAIN or not is_known:
+    """Raises MismatchError for a target without memory, or that ends beyond its storage.
+
+    torch fills the former with nothing, and other memory would be written to beyond the latter.
+    """
+    if target.is_meta or target.layout is not torch.strided:
+        kind = "on the meta device" if target.is_meta else f"of the layout {target.layout}"
+        raise MismatchError(
+            f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
+        )
+    if type(target) not in _PLAIN or target.device.type not in ("cpu", "cuda"):
         return
     end = target.storage_offset() + footprint_elements(target.shape, target.stride())
     found = target.untyped_storage().nbytes()
