@@ -200,6 +200,17 @@ class _Box:
             planner.lookup_tensor(self.item.dest_index)
         )
 
+    def _is_lost(self, planner: LoadPlanner, target: torch.Tensor) -> bool:
+        """Returns whether the target is a copy that nobody has, as of a part of a quantized tensor."""
+        if not (isinstance(planner, DefaultLoadPlanner) and self.is_detour(planner) and _is_plain(target)):
+            return False
+        copied = getattr(planner, "_intermediate_read_items", None)  # back by Megatron's planner
+        overrides = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
+        if overrides if copied is None else id(self.item) in copied:
+            return False
+        whole = planner.lookup_tensor(self.item.dest_index)
+        return bool(target.untyped_storage()._cdata != whole.untyped_storage()._cdata)
+
     def resolved(self, planner: LoadPlanner, checkpoint: Checkpoint) -> _Transfer:
         """Resolves the target with the planner. Raises MismatchError."""
         target = planner.resolve_tensor(self.item).detach()
@@ -209,6 +220,12 @@ class _Box:
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
         require_memory(self.item.storage_index.fqn, target)
+        if self._is_lost(planner, target):
+            raise MismatchError(
+                f"tensor {self.item.storage_index.fqn!r}: the target is of a class of tensors whose parts "
+                "are copies, such as a quantized one, and what is read into a copy is lost: load it as it "
+                "was sharded in the save, or into a plain tensor"
+            )
         same = checkpoint.is_same_dtype(self.item.storage_index.fqn, self.torch_dtype, target.dtype)
         memory = target if same and _fits_in_place(target, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)

@@ -564,6 +564,49 @@ def test_a_target_without_memory_is_refused(tmp_path: Path) -> None:
     assert "tensor 'w': the target is on the meta device" in str(cause_of(caught))
 
 
+class Quantized(torch.Tensor):
+    """Wraps a tensor; a part of it is a copy, as of classes of Transformer Engine that have no slices."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), kwargs: Any = None) -> Any:
+        first = arguments[0]
+        if function is torch.ops.aten.detach.default:
+            return Quantized(first.inner)
+        if function is torch.ops.aten.copy_.default and isinstance(first, Quantized):
+            first.inner.copy_(arguments[1])
+            return first
+        return function(*(one.inner.clone() if isinstance(one, cls) else one for one in arguments))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_would_be_read_into_a_copy_of_a_part_is_refused(fragments: int, tmp_path: Path) -> None:
+    whole = torch.arange(16, dtype=torch.uint8).reshape(4, 4)
+    parts = whole.chunk(fragments)
+    offsets = [4096 + 64 * number for number in range(fragments)]
+    places = [
+        (fragment("w", [4, 4], [number * len(part), 0], list(part.shape)), 0, offset)
+        for number, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+    ]
+    pieces = [(offset, part.numpy().tobytes()) for part, offset in zip(parts, offsets, strict=True)]
+    write_checkpoint(tmp_path, [Part(pieces=pieces)], index_of(places))
+    target = Quantized(torch.zeros(4, 4))
+    if fragments == 1:
+        load({"w": target}, tmp_path)
+        assert torch.equal(target.inner, whole.float())
+        return
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": target}, tmp_path)
+    assert "tensor 'w': the target is of a class of tensors whose parts are copies" in str(cause_of(caught))
+
+
 def test_a_plan_that_leaves_its_fragment_is_refused(tmp_path: Path) -> None:
     """What lies there are the bytes of other tensors."""
     save({"w": torch.ones(4), "x": torch.full((64,), 7.0)}, tmp_path)
