@@ -200,6 +200,17 @@ class _Box:
             planner.lookup_tensor(self.item.dest_index)
         )
 
+    def _is_lost(self, planner: LoadPlanner, target: torch.Tensor) -> bool:
+        """Returns whether the target is a copy that nobody has, as of a part of a quantized tensor."""
+        if not (isinstance(planner, DefaultLoadPlanner) and self.is_detour(planner) and _is_plain(target)):
+            return False
+        copied = getattr(planner, "_intermediate_read_items", None)  # back by Megatron's planner
+        overrides = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
+        if overrides if copied is None else id(self.item) in copied:
+            return False
+        whole = planner.lookup_tensor(self.item.dest_index)
+        return bool(target.untyped_storage()._cdata != whole.untyped_storage()._cdata)
+
     def resolved(self, planner: LoadPlanner, checkpoint: Checkpoint) -> _Transfer:
         """Resolves the target with the planner. Raises MismatchError."""
         target = planner.resolve_tensor(self.item).detach()
@@ -209,6 +220,12 @@ class _Box:
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
         require_memory(self.item.storage_index.fqn, target)
+        if self._is_lost(planner, target):
+            raise MismatchError(
+                f"tensor {self.item.storage_index.fqn!r}: the target is of a class of tensors whose parts "
+                "are copies, such as a quantized one, and what is read into a copy is lost: load it as it "
+                "was sharded in the save, or into a plain tensor"
+            )
         same = checkpoint.is_same_dtype(self.item.storage_index.fqn, self.torch_dtype, target.dtype)
         memory = target if same and _fits_in_place(target, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
@@ -228,6 +245,14 @@ class _FragmentBox(_Box):
         """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
         entry = checkpoint.index.tensor(item.storage_index.fqn)
         number = find(entry, item.storage_index)
+        shape = tuple(entry.shapes[number].tolist())
+        box = tuple(item.storage_offsets), tuple(item.lengths)
+        if len(box[0]) != len(shape) or any(o + n > size for o, n, size in zip(*box, shape, strict=True)):
+            raise FormatError(  # what lies there are the bytes of other tensors
+                f"tensor {item.storage_index.fqn!r}: the load plan asks for {box[1]} at {box[0]} of a "
+                f"fragment of shape {shape}: it was made of other metadata than those of "
+                f"{checkpoint.directory}"
+            )
         file = int(entry.files[number])
         place = file, int(entry.file_offsets[number])
         return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, through_cache, entry, number)

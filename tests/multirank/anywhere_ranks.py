@@ -30,6 +30,8 @@ DECOUPLED = 0.5  # the decoupled_lr in test_resume_anywhere.py
 SHARDING = "distrib_optim_sharding_type"
 MARKED = 0.0625  # a learning rate that no fresh optimizer has; each kind of group has a multiple of it
 
+UNKNOWN = -32768  # an element that no rank held
+
 
 def save(root: str, layouts: list[Layout], kind: str, folder: str, name: str = "ours") -> None:
     """Saves the state of each layout to ROOT/N, and to ROOT/N-truth-RANK what its optimizer holds.
@@ -174,13 +176,14 @@ def whole_shards(training: Training, *, main: bool) -> Iterator[Any]:
 
 
 def read_truth(place: Path) -> dict[str, torch.Tensor]:
-    """Returns all states as global tensors. Elements that no rank held are NaN."""
+    """Returns all states as global tensors."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(place.parent.glob(f"{place.name}-truth-*")):
         for key, offset, whole, values in torch.load(path, weights_only=True):
-            tensor = found.setdefault(key, torch.full(whole, float("nan"), dtype=values.dtype))
+            unknown = float("nan") if values.is_floating_point() else UNKNOWN
+            tensor = found.setdefault(key, torch.full(whole, unknown, dtype=values.dtype))
             tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
-    assert found and not any(tensor.isnan().any() for tensor in found.values())
+    assert found and not any((tensor.isnan() | (tensor == UNKNOWN)).any() for tensor in found.values())
     return found
 
 

@@ -64,7 +64,7 @@ TINY = {
 VOCABULARY, DIVISIBLE_BY = 100, 8  # padded to 104 rows with one tensor-parallel rank, to 112 with two
 FORMATS = ("ours", "stock")
 NOT_DISTRIBUTED = "not distributed"
-PRECISION_AWARE = "precision-aware "
+PRECISION_AWARE, REMAINDERS = "precision-aware ", "remainders "
 OFFLOADED = "half offloaded "
 LAYER_WISE = "layer-wise"
 MUON = "muon"
@@ -119,8 +119,8 @@ class Training:
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
     """Builds a model in this layout, fills all its tensors, and adds an optimizer.
 
-    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE or OFFLOADED + that, LAYER_WISE,
-    NOT_DISTRIBUTED, MUON, or LAYER_WISE + " " + MUON.
+    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE, REMAINDERS or OFFLOADED + that,
+    LAYER_WISE, NOT_DISTRIBUTED, MUON, or LAYER_WISE + " " + MUON.
     """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -155,7 +155,10 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **overlap, **kind)
     if optimizer.startswith(PRECISION_AWARE):
         optimizer = optimizer.removeprefix(PRECISION_AWARE)
-        kind |= precision_aware_adam.installed()
+        kind |= precision_aware_adam.installed(torch.float16)
+    if optimizer.startswith(REMAINDERS):
+        optimizer = optimizer.removeprefix(REMAINDERS)
+        kind |= precision_aware_adam.installed(torch.float32)
     if optimizer.startswith(OFFLOADED):
         optimizer = optimizer.removeprefix(OFFLOADED)
         kind |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}

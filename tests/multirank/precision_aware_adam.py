@@ -14,6 +14,8 @@ import torch
 from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
+SCALE = 8  # of gradients: exact in all dtypes, and integers have values, too
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Main parameters and moments are its states; the parameters given are the model's own."""
@@ -27,11 +29,14 @@ class FusedAdam(torch.optim.Optimizer):
         master_weight_dtype: torch.dtype,
         exp_avg_dtype: torch.dtype,
         exp_avg_sq_dtype: torch.dtype,
+        store_param_remainders: bool = False,
         **unused: Any,
     ) -> None:
         assert master_weights and use_decoupled_grad
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
-        self.dtypes["master_param"] = master_weight_dtype
+        # As there: remainders, the 16 bits that bfloat16 weights lack, are those of float32.
+        has_remainders = store_param_remainders and master_weight_dtype is torch.float32
+        self.dtypes["master_param"] = torch.int16 if has_remainders else master_weight_dtype
         super().__init__(params, {"lr": lr, "step": 0})
 
     def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
@@ -47,7 +52,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.initialize_state(param)
                 for number, state in enumerate(self.state[param].values()):
-                    state.add_(param.decoupled_grad.to(state.dtype), alpha=number + 1)
+                    state.add_((SCALE * param.decoupled_grad).to(state.dtype), alpha=number + 1)
                 param.data.copy_(self.state[param]["master_param"])
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
@@ -56,6 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
         return state.float() if state.dtype is torch.float16 else state
 
     def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        assert (value.dtype is torch.int16) == (self.dtypes[name] is torch.int16)
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -67,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.state[param] = {name: value.to(self.dtypes[name]) for name, value in found.items()}
 
 
-def installed() -> dict[str, Any]:
+def installed(main_params_dtype: torch.dtype) -> dict[str, Any]:
     """Installs it in Megatron; returns the fields of OptimizerConfig that enable it."""
     module = ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
@@ -81,7 +87,7 @@ def installed() -> dict[str, Any]:
             asking.Adam = FusedAdam
     return {
         "use_precision_aware_optimizer": True,
-        "main_params_dtype": torch.float16,
+        "main_params_dtype": main_params_dtype,
         "exp_avg_dtype": torch.bfloat16,
         "exp_avg_sq_dtype": torch.float16,
     }

@@ -127,6 +127,16 @@ def test_state_of_a_precision_aware_optimizer_fits_other_layouts(world: World, t
     run(world, tmp_path, "load", 0, [PP2, DENSE], {"kind": kind}, ranks=2)
 
 
+@pytest.mark.skipif(RELEASE < "0.19", reason="older ones keep no remainders, or check nothing of them")
+def test_remainders_of_main_parameters_fit_the_same_optimizer_alone(world: World, tmp_path: Path) -> None:
+    kind = "remainders dp_reshardable"
+    run(world, tmp_path, "save", [TP2], kind, ranks=2)
+    run(world, tmp_path, "load", 0, [PP2, DENSE], {"kind": kind}, ranks=2)
+    for layout in (TP2, PP2):
+        for report in world.run("anywhere_ranks:refuse", tmp_path, layout, timeout_seconds=200):
+            assert "has only the remainders of main parameters" in report["error"]
+
+
 @offloading
 @pytest.mark.parametrize("kind", ["dp_reshardable", OFFLOADED])
 def test_state_of_an_offloaded_optimizer_fits_any_layout(world: World, tmp_path: Path, kind: str) -> None:

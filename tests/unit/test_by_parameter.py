@@ -204,6 +204,23 @@ def test_state_that_a_frozen_part_of_a_parameter_lacks_is_no_damage(tmp_path: Pa
     assert not (tmp_path / "new").exists()
 
 
+def test_remainders_of_main_parameters_do_not_become_main_parameters(tmp_path: Path) -> None:
+    """A precision-aware optimizer stores, as int16, only the bits that bfloat16 weights lack."""
+    described = bucket(12, parameter("w", 0, 12, shard("w", (12,), (0,), (12,), 0, (1,))), states=["param"])
+    saver = new_saver()
+    tensors = {f"{PREFIX}0.{BUCKET}.param": torch.arange(12, dtype=torch.int16)}
+    save(
+        saver,
+        tmp_path / "c",
+        tensors,
+        {f"{PREFIX}0.datastates_map/shard_0_1": [map_of(described)], COMMON_STATE_KEY: [COMMON]},
+    )
+    saver.close()
+    code, _, error = run("convert", tmp_path / "c", tmp_path / "new", "--optimizer", "fully-reshardable")
+    assert code == 2 and "only the remainders of main parameters in 'optimizer.state.param.w'" in error
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_map_beside_a_checkpoint_of_torch_dist_is_not_denied_and_the_way_back_is_named(
     tmp_path: Path,
 ) -> None:

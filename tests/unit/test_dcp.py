@@ -21,10 +21,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -533,6 +537,86 @@ def test_the_last_of_targets_that_share_memory_counts(first: Any, last: Any, tmp
         memory = torch.zeros(1024, 1024)
         load({"a": first(memory), "b": last(memory)}, tmp_path)
         assert memory.unique().tolist() == [2.0]
+
+
+class Placed(DefaultLoadPlanner):
+    """Resolves a tensor to a target of its own, and may ask for more than it has been asked for."""
+
+    def __init__(self, target: torch.Tensor, more: int = 0) -> None:
+        super().__init__()
+        self._target, self._more = target, more
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        more = torch.Size([self._more])
+        return LoadPlan([dataclasses.replace(item, storage_offsets=more) for item in plan.items])
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target
+
+
+def test_a_target_without_memory_is_refused(tmp_path: Path) -> None:
+    """To copy to it does nothing, so that the load would have returned."""
+    save({"w": torch.ones(4)}, tmp_path)
+    planner = Placed(torch.empty(4, device="meta"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4)}, storage_reader=DataStatesReader(tmp_path), planner=planner)
+    assert "tensor 'w': the target is on the meta device" in str(cause_of(caught))
+
+
+class Quantized(torch.Tensor):
+    """Wraps a tensor; a part of it is a copy, as of classes of Transformer Engine that have no slices."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        found = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), kwargs: Any = None) -> Any:
+        first = arguments[0]
+        if function is torch.ops.aten.detach.default:
+            return Quantized(first.inner)
+        if function is torch.ops.aten.copy_.default and isinstance(first, Quantized):
+            first.inner.copy_(arguments[1])
+            return first
+        return function(*(one.inner.clone() if isinstance(one, cls) else one for one in arguments))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_what_would_be_read_into_a_copy_of_a_part_is_refused(fragments: int, tmp_path: Path) -> None:
+    whole = torch.arange(16, dtype=torch.uint8).reshape(4, 4)
+    parts = whole.chunk(fragments)
+    offsets = [4096 + 64 * number for number in range(fragments)]
+    places = [
+        (fragment("w", [4, 4], [number * len(part), 0], list(part.shape)), 0, offset)
+        for number, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+    ]
+    pieces = [(offset, part.numpy().tobytes()) for part, offset in zip(parts, offsets, strict=True)]
+    write_checkpoint(tmp_path, [Part(pieces=pieces)], index_of(places))
+    target = Quantized(torch.zeros(4, 4))
+    if fragments == 1:
+        load({"w": target}, tmp_path)
+        assert torch.equal(target.inner, whole.float())
+        return
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": target}, tmp_path)
+    assert "tensor 'w': the target is of a class of tensors whose parts are copies" in str(cause_of(caught))
+
+
+def test_a_plan_that_leaves_its_fragment_is_refused(tmp_path: Path) -> None:
+    """What lies there are the bytes of other tensors."""
+    save({"w": torch.ones(4), "x": torch.full((64,), 7.0)}, tmp_path)
+    planner = Placed(memory := torch.zeros(4), more=2)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4)}, storage_reader=DataStatesReader(tmp_path), planner=planner)
+    assert "tensor 'w': the load plan asks for (4,) at (2,) of a fragment of shape (4,)" in str(
+        cause_of(caught)
+    )
+    assert not memory.any()
 
 
 def test_columns_of_one_tensor_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

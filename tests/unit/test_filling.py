@@ -20,6 +20,7 @@ from megatron_datastates.pipeline.loading.filling import fill, sharing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import hold_all
 from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.providers import Cast
 from megatron_datastates.providers.base import Place, TensorSource
 from tests.unit.states import SMALL
 
@@ -122,6 +123,16 @@ def test_the_last_of_targets_that_share_memory_counts(how: str, counts: float, t
         else:
             dcp.load(into, storage_reader=DataStatesReader(tmp_path), no_dist=True)
         assert (memory[:count] == counts).all() and (memory[count:] == 1).all()
+
+
+@pytest.mark.parametrize("rounded", ["first", "last"])
+def test_the_last_of_them_counts_also_where_one_is_converted(rounded: str, tmp_path: Path) -> None:
+    """As of tied weights one of which was cast: what is converted is filled after the rest."""
+    values = torch.linspace(0, 1, 100)
+    ds.save({"model": Cast({"first": values, "last": values}, torch.bfloat16, rounded)}, tmp_path, **SMALL)
+    tied = torch.zeros(100)
+    ds.load(tmp_path, into={"model": {"first": tied, "last": tied}})
+    assert torch.equal(tied, values) == (rounded == "first")
 
 
 @pytest.mark.parametrize("how", ["ours", "dcp"])

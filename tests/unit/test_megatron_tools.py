@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.core import (
     save_config,
 )
 from megatron.core.dist_checkpointing.strategies import common
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import megatron_datastates as ds
@@ -56,6 +57,40 @@ def test_dcps_reader_lists_and_loads_a_directory_of_ours(ours):
     for key, tensor in TENSORS.items():
         assert torch.equal(state[key].view(torch.uint8), tensor.view(torch.uint8)), key
     assert "rng/shard_0_1" in metadata
+
+
+class SavesBetween(dcp.DefaultLoadPlanner):
+    """Another save is published once this load has read the metadata."""
+
+    def __init__(self, save) -> None:
+        super().__init__()
+        self._save = save
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self._save()
+        return plan
+
+
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_dcps_reader_reads_the_save_whose_metadata_it_has(rows, tmp_path):
+    """The later one has other fragments, or another shape: at the planned places may be other tensors."""
+
+    def save(value, rows):
+        tensors = {"w": torch.full((rows, 8), value), "x": torch.full((1000,), 7.0)}
+        ds.save(tensors, tmp_path, **SMALL)
+
+    importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # it has the hook
+    save(1.0, 8)
+    target, reader = torch.zeros(8, 8), dcp.FileSystemReader(tmp_path)
+    with pytest.raises(
+        CheckpointException, match="was replaced by another save while it was read: load again"
+    ):
+        dcp.load({"w": target}, storage_reader=reader, planner=SavesBetween(lambda: save(2.0, rows)))
+    assert not target.any()
+    into = {"w": torch.zeros(rows, 8)}
+    dcp.load(into, storage_reader=reader)
+    assert torch.equal(into["w"], torch.full((rows, 8), 2.0)), "the next load with it has the later one"
 
 
 def test_dcps_reader_reads_another_directory_as_before(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -11,6 +12,7 @@ import megatron_datastates as ds
 from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.pipeline.saver import Saver
 from tests.unit.states import save
+from tests.unit.test_optimizer_state import BUCKET
 
 
 def test_a_key_of_a_tensor_and_of_an_object_is_refused(saver: Saver, tmp_path: Path) -> None:
@@ -21,3 +23,22 @@ def test_a_key_of_a_tensor_and_of_an_object_is_refused(saver: Saver, tmp_path: P
     assert first_mismatch(checkpoint, [asked["v"]]) is None
     problem = str(first_mismatch(checkpoint, [asked["v"], asked["w"]]))
     assert "'w' is both a tensor and an object" in problem and "megatron_datastates.open(...)" in problem
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16])
+def test_remainders_of_main_parameters_are_no_main_parameters(
+    wanted: torch.dtype, saver: Saver, tmp_path: Path
+) -> None:
+    """A precision-aware optimizer stores, as int16, only the bits that bfloat16 weights lack."""
+    key = f"optimizer.distributed.dp_group_idx_0.{BUCKET}.param"
+    save(saver, tmp_path, {key: torch.arange(4, dtype=torch.int16)})
+    checkpoint = ds.open(tmp_path)
+
+    def problem(dtype: torch.dtype) -> str | None:
+        asked = ShardedTensor.from_rank_offsets(key, torch.zeros(4, dtype=dtype), replica_id=0)
+        return first_mismatch(checkpoint, [asked])
+
+    assert problem(torch.int16) is None
+    text = str(problem(wanted))
+    assert f"{key!r} has only the remainders" in text and "--use-precision-aware-optimizer" in text
+    assert "--no-load-optim" in text

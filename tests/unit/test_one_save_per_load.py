@@ -18,6 +18,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import agreement, opening, state
 from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.upkeep.remove import remove_keys
 
 
 def test_a_load_stays_with_the_save_that_it_has_opened(tmp_path: Path) -> None:
@@ -65,7 +66,21 @@ def test_the_checkpoint_that_a_training_loop_has_loaded_does_not_stay_in_memory(
 
 
 def sums_of(*saves: SaveId | None) -> list[int]:
-    return [sum(column) for column in zip(*map(agreement._terms, saves), strict=True)]
+    opened = [None if save is None else (save, "index") for save in saves]
+    return [sum(column) for column in zip(*map(agreement._terms, opened), strict=True)]
+
+
+def test_a_rank_that_opens_it_after_a_removal_of_keys_is_noticed(tmp_path: Path) -> None:
+    """With a lenient strictness, that rank would leave out what the others load."""
+    ds.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path)
+    opened = []
+    for _ in range(2):
+        one = agreement.Agreement(tmp_path, None)
+        with state.opened(agreement=one):
+            opening.open_checkpoint(tmp_path)
+        opened.append(agreement._terms(one.opened))
+        remove_keys(tmp_path, "b")
+    assert not agreement._are_equal([sum(column) for column in zip(*opened, strict=True)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 1000])
@@ -85,6 +100,6 @@ def test_one_rank_with_another_save_is_noticed(others: int) -> None:
 def test_the_sums_of_a_million_ranks_fit_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = SimpleNamespace(digest=lambda: b"\xff" * 32)
     monkeypatch.setattr(hashlib, "sha256", lambda data: largest)
-    terms = agreement._terms(SaveId(5, 7))
+    terms = agreement._terms((SaveId(5, 7), "index"))
     assert max(terms) > 2**32, "the digest was not asked for"
     assert max(terms) * 1_000_000 < 2**63

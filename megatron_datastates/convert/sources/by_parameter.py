@@ -25,7 +25,7 @@ from megatron_datastates.errors import FormatError, OptionError
 from megatron_datastates.format.directory import BACKEND, COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import element_bytes, is_optimizer_map
-from megatron_datastates.pipeline.loading.optimizer import BucketStates
+from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, BucketStates
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps, reshardable_common_state
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.reads import ScheduledRead
@@ -81,8 +81,17 @@ class ByParameterSource(Source):
         self._tensors: Mapping[str, SourceTensor] = ChainMap(own, dict(states.items()))
 
     def require_whole(self) -> None:
-        """Raises OptionError for a state of only a part of its parameter, as where layers are frozen."""
+        """Raises OptionError for a state of only a part of its parameter, as where layers are frozen.
+
+        Also for main parameters of which only the remainders are stored.
+        """
         for key, state in self._states.items():
+            if state.dtype == REMAINDERS:
+                raise OptionError(
+                    f"{self.directory} has only the remainders of main parameters in {key!r}, the 16 bits "
+                    "that bfloat16 weights lack, as --use-precision-aware-optimizer stores them. Other "
+                    "optimizers would take them for main parameters: leave --optimizer fully-reshardable out"
+                )
             elements = math.prod(state.global_shape)
             if state.stored_elements < elements:
                 raise OptionError(

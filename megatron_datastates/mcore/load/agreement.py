@@ -101,7 +101,8 @@ class Agreement:
     ) -> None:
         self.failure: Failure | None = None
         self.is_over = False  # or, within an exchange, interrupted: this rank makes no call of its own
-        self.save_id: SaveId | None = None  # of what this rank has opened
+        # What this rank has opened: the save, and its index, which a removal of keys replaces alone.
+        self.opened: tuple[SaveId, str] | None = None
         # By other ranks of this node, and by this one; None: not known.
         self.keys_read_beside: frozenset[str] | None = frozenset() if is_parallel else None
         self.is_parallel = is_parallel
@@ -235,7 +236,7 @@ class Agreement:
     def _raise_if_any(self, group: Any, *, compares: bool = True) -> None:
         from megatron_datastates.pipeline.publishing.collectives import gather_objects, sum_now
 
-        failed, *sums = sum_now([int(self.failure is not None), *_terms(self.save_id)], group)
+        failed, *sums = sum_now([int(self.failure is not None), *_terms(self.opened)], group)
         if failed:
             self._raise_for(gather_objects(self.failure, group), group)
         elif compares and not _are_equal(sums):  # so say the same sums on every rank
@@ -245,7 +246,8 @@ class Agreement:
             state.current().failed_on_all_ranks = True
             text = (
                 f"loading {self._directory}: ranks have opened different checkpoints there: a job saved to "
-                "it meanwhile, or the ranks see different storage. Load it again while no job saves there"
+                "it meanwhile, keys were removed, or the ranks see different storage. Load it again while no "
+                "job saves there"
             )
             raise MegatronLoadFailedError(text) from StorageError(text)
 
@@ -267,11 +269,11 @@ class Agreement:
         raise (LoadMismatch if mismatch else MegatronLoadFailedError)(text) from _cause(failures)
 
 
-def _terms(save_id: SaveId | None) -> list[int]:
-    """Returns what ranks add up to see whether all have opened the same save; zeros if this one has none."""
-    if save_id is None:
+def _terms(opened: tuple[SaveId, str] | None) -> list[int]:
+    """Returns what ranks add up to see whether all have opened the same; zeros if this one has nothing."""
+    if opened is None:
         return [0] * 5
-    digest = hashlib.sha256(str(save_id).encode()).digest()
+    digest = hashlib.sha256(" ".join(map(str, opened)).encode()).digest()
     # Of 20 bits each, so that the squares of millions of ranks add up to less than 63 bits.
     numbers = [int.from_bytes(digest[at : at + 3], "little") >> 4 for at in (0, 3)]
     return [1, *numbers, *(number * number for number in numbers)]

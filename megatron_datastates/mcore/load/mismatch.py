@@ -10,8 +10,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_datastates.format.index import similar_keys
+from megatron_datastates.mcore.load.optimizer_layout import is_of_optimizer
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
-from megatron_datastates.pipeline.loading.optimizer import StateTensor
+from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, StateTensor
 
 
 def first_mismatch(
@@ -53,6 +54,13 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
         return (
             f"tensor {item.key!r} has global shape {shape} in this checkpoint, "
             f"and {tuple(item.global_shape)} in the model"
+        )
+    if dtype == REMAINDERS and item.dtype.is_floating_point and is_of_optimizer(item.key):
+        return (
+            f"tensor {item.key!r} has only the remainders of main parameters in this checkpoint, the 16 bits "
+            "that bfloat16 weights lack, as --use-precision-aware-optimizer stores them, and this run needs "
+            "the main parameters: resume with that option, or load without the optimizer (--no-load-optim), "
+            "which makes them of the weights"
         )
     # Values keep their kind: as torch_dist converts, but no floats to integers.
     if not torch.can_cast(torch_dtype(dtype, item.key), item.dtype):

@@ -45,7 +45,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
                 raise StorageError(f"{directory} was replaced by another save while it was read: load again")
         load.checkpoints[path] = options, checkpoint
     if load.agreement is not None:
-        load.agreement.save_id = checkpoint.manifest.save_id
+        load.agreement.opened = checkpoint.manifest.save_id, checkpoint.manifest.index.sha256
     if load.tracker is not None:
         load.tracker.follow(checkpoint, was_open=was_open)
     return checkpoint

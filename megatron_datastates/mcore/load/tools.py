@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megatron_datastates.mcore.load.reader import DataStatesReader
 
 
+_READER = "_datastates_reader"  # in a reader of DCP's: ours, from its metadata until its data
+
+
 def _reader(directory: str | Path) -> DataStatesReader:
     from megatron_datastates.mcore.load.reader import DataStatesReader
 
@@ -27,7 +30,11 @@ def wrap_dcp_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `FileSystemReader.read_metadata`; our own reader, and Megatron's loads with it, override it."""
 
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _reader(self.path).read_metadata() if is_ours(self.path) else original(self, *args, **kwargs)
+        vars(self).pop(_READER, None)
+        if not is_ours(self.path):
+            return original(self, *args, **kwargs)
+        reader = vars(self)[_READER] = _reader(self.path)
+        return reader.read_metadata()
 
     return read_metadata
 
@@ -36,11 +43,11 @@ def wrap_dcp_read_data(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `FileSystemReader.read_data`."""
 
     def read_data(self: Any, plan: Any, planner: Any) -> Any:
-        return (
-            _reader(self.path).read_data(plan, planner)
-            if is_ours(self.path)
-            else original(self, plan, planner)
-        )
+        # The one whose metadata the plan is made of: another save may have been published there meanwhile.
+        reader = vars(self).pop(_READER, None)
+        if reader is None and is_ours(self.path):
+            reader = _reader(self.path)
+        return original(self, plan, planner) if reader is None else reader.read_data(plan, planner)
 
     return read_data
 

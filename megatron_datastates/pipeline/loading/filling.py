@@ -87,31 +87,28 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
         FormatError: the checkpoint holds only a part of it.
     """
     FENCE.wait("a load")
-    in_place: list[torch.Tensor] = []
-    planned: list[list[ScheduledRead]] = []  # for each of them
-    others: list[_Piece] = []
+    memory: list[torch.Tensor] = []
+    planned: dict[int, list[ScheduledRead]] = {}  # by number, of those that are read in place
+    pieces: dict[int, list[_Piece]] = {}  # of the others
     with checkpoint.costs.timing("planning"):
         checkpoint.index.preload(targets)  # one by one, each would open the index
-        for key, (place, target) in targets.items():
+        for number, (key, (place, target)) in enumerate(targets.items()):
             target = target.detach()
+            memory.append(target)
             if _fits_in_place(checkpoint, key, place, target):
                 cached = _is_read_beside(place)
-                planned.append(checkpoint.plan_into(key, place.offset, place.shape, target, cached))
-                in_place.append(target)
+                planned[number] = checkpoint.plan_into(key, place.offset, place.shape, target, cached)
             else:
-                others += _pieces(checkpoint, key, place, target)
-        shared = sharing(in_place)
-    for target in in_place:
-        note_change(target)
-    reader = checkpoint.new_reader()
-    checkpoint.read(
-        [read for number, reads in enumerate(planned) if number not in shared for read in reads], reader
-    )
-    for number in shared:
-        checkpoint.read(planned[number], reader)
-    temporaries = Temporaries(_GROUP_BYTES)
-    for group in _groups(others):
-        _fill_group(checkpoint, group, reader, temporaries)
+                pieces[number] = list(_pieces(checkpoint, key, place, target))
+        shared = sharing(memory)
+    for number in planned:
+        note_change(memory[number])
+    reader, temporaries = checkpoint.new_reader(), Temporaries(_GROUP_BYTES)
+    alone = sorted(set(range(len(memory))).difference(shared))
+    for numbers in (alone, *([number] for number in shared)):  # the latter one by one, in their order
+        checkpoint.read([read for number in numbers for read in planned.get(number, ())], reader)
+        for group in _groups(piece for number in numbers for piece in pieces.get(number, ())):
+            _fill_group(checkpoint, group, reader, temporaries)
 
 
 def _is_read_beside(place: Place) -> bool:
@@ -130,7 +127,13 @@ def sharing(targets: Sequence[torch.Tensor]) -> list[int]:
 
     Threads would fill that with parts of each, if they read all at once.
     """
-    return overlapping([(target.data_ptr(), target.data_ptr() + target.nbytes) for target in targets])
+    return overlapping([_memory_range(target) for target in targets])
+
+
+def _memory_range(target: torch.Tensor) -> tuple[int, int]:
+    """Returns where a contiguous tensor begins and ends, as addresses; zeros for any other."""
+    is_known = type(target) in _PLAIN and target.device.type in ("cpu", "cuda") and target.is_contiguous()
+    return (target.data_ptr(), target.data_ptr() + target.nbytes) if is_known else (0, 0)
 
 
 def overlapping(ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -198,11 +201,6 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
             f"tensor {key!r}: the target has the shape {tuple(target.shape)}, and its place the shape "
             f"{tuple(place.shape)}: pass a target of that shape"
         )
-    if target.is_meta or target.layout is not torch.strided:
-        kind = "on the meta device" if target.is_meta else f"of the layout {target.layout}"
-        raise MismatchError(
-            f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
-        )
     require_memory(key, target)
     is_plain = type(target) in _PLAIN
     if not is_plain and hasattr(target, "to_local"):
@@ -226,9 +224,16 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
 
 
 def require_memory(key: str, target: torch.Tensor) -> None:
-    """Raises MismatchError for a target that ends beyond its storage: other memory would be written to."""
-    is_known = target.layout is torch.strided and target.device.type in ("cpu", "cuda")
-    if type(target) not in _PLAIN or not is_known:
+    """Raises MismatchError for a target without memory, or that ends beyond its storage.
+
+    torch fills the former with nothing, and other memory would be written to beyond the latter.
+    """
+    if target.is_meta or target.layout is not torch.strided:
+        kind = "on the meta device" if target.is_meta else f"of the layout {target.layout}"
+        raise MismatchError(
+            f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
+        )
+    if type(target) not in _PLAIN or target.device.type not in ("cpu", "cuda"):
         return
     end = target.storage_offset() + footprint_elements(target.shape, target.stride())
     found = target.untyped_storage().nbytes()

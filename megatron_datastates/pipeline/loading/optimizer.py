@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 WHOLE_OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
 _MAPS_AT_A_TIME = 32
 PREFIX = "optimizer.state"  # of the keys, as Megatron has it
+# The dtype of main parameters that Megatron's precision-aware optimizer stores without the 16 bits that the
+# bfloat16 weights have. They are no values: nothing but the same optimizer can use them.
+REMAINDERS = "int16"
 
 
 @dataclasses.dataclass(frozen=True)
