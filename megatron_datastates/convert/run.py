@@ -18,7 +18,7 @@ from megatron_datastates.convert.sinks.sink import Progress
 from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
-from megatron_datastates.convert.trackers import copy_tracker, how_to_load
+from megatron_datastates.convert.trackers import copy_tracker, how_to_load, load_option
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -96,7 +96,7 @@ def _track(set_tracker: Callable[[], tuple[str, bool]], run: Path) -> tuple[str,
     try:
         return set_tracker()
     except (DataStatesError, OSError) as error:
-        return f"{describe_error(error)}: choose a checkpoint with --load {run} --ckpt-step N", True
+        return f"{describe_error(error)}: choose a checkpoint with {load_option(run)} --ckpt-step N", True
 
 
 def _convert(
