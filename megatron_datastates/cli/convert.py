@@ -87,8 +87,9 @@ _REFRESHED_EVERY_SECONDS = 0.2
     metavar="LAYOUT",
     default="",
     show_default=False,
-    help="fully-reshardable: write optimizer state by parameter, which stock Megatron loads into any "
-    "parallel layout (default: as it is stored).",
+    help="fully-reshardable: write optimizer state by parameter, which stock Megatron loads into other "
+    "parallel layouts, but not with expert parallelism where there was none, or the reverse (default: as it "
+    "is stored).",
 )
 @iteration_option
 @json_option

@@ -53,7 +53,6 @@ def verify_source(
         verdict.faults += coverage_faults(key, entry)
     ranks = source.stored_by_rank()
     verdict.files = len(ranks)
-    verdict.uncovered = source.uncovered
     try:
         source.require_files()
         verdict.notes += source.structure_notes()
@@ -63,6 +62,7 @@ def verify_source(
         verdict.faults += source.structure_faults()
     except (DataStatesError, OSError) as error:
         verdict.add(error)
+    verdict.uncovered = source.uncovered
     if not quick:
         workers = Workers(os.cpu_count() or 1, progress)
         for _, found in workers.run(range(len(ranks)), lambda n: _check(source, ranks[n], workers.progress)):

@@ -18,7 +18,7 @@ from megatron_datastates.convert.sinks.sink import Progress
 from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
-from megatron_datastates.convert.trackers import copy_tracker, how_to_load
+from megatron_datastates.convert.trackers import copy_tracker, how_to_load, load_option
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -26,7 +26,8 @@ from megatron_datastates.errors import (
     StorageError,
     describe_error,
 )
-from megatron_datastates.files import path_of, real_path
+from megatron_datastates.files import names_in, path_of, real_path
+from megatron_datastates.format.directory import INTEGRITY_NAME
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, why_no_run
 from megatron_datastates.pipeline.runs.runs import is_complete
 
@@ -96,7 +97,7 @@ def _track(set_tracker: Callable[[], tuple[str, bool]], run: Path) -> tuple[str,
     try:
         return set_tracker()
     except (DataStatesError, OSError) as error:
-        return f"{describe_error(error)}: choose a checkpoint with --load {run} --ckpt-step N", True
+        return f"{describe_error(error)}: choose a checkpoint with {load_option(run)} --ckpt-step N", True
 
 
 def _convert(
@@ -117,8 +118,15 @@ def _convert(
     found = plan.source
     counts = (len(plan.files), len(found.tensors), len(found.objects), sum(plan.file_bytes))
     seconds = round(time.monotonic() - begin, 3)
-    note = "; ".join(filter(None, (found.left_out, found.doubt)))
+    note = "; ".join(filter(None, (found.left_out, found.doubt, _without_sums(source))))
     return ConversionResult(str(source), str(target), plan.format, *counts, seconds, note=note)
+
+
+def _without_sums(source: Path) -> str:
+    """Returns what the target lacks if Megatron has stored sums of the source's files."""
+    if INTEGRITY_NAME not in names_in(source):
+        return ""
+    return f"{INTEGRITY_NAME} was not converted: load the target without --verify-integrity"
 
 
 def _open(directory: Path, request: ConversionRequest) -> Source:

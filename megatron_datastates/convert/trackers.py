@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def how_to_load(source: Path, target: Path) -> str:
     )
 
 
+def load_option(run: Path) -> str:
+    """Returns Megatron's option for a run, to be copied to a shell."""
+    return f"--load {shlex.quote(str(run))}"
+
+
 def copy_tracker(source: Path, target: Path, failed: Collection[str] = ()) -> tuple[str, bool]:
     """Names in the target's tracker what the source's names, if it was converted.
 
@@ -54,15 +60,16 @@ def copy_tracker(source: Path, target: Path, failed: Collection[str] = ()) -> tu
     try:
         name = tracked_name(source)
     except DataStatesError as error:
-        return f"{error}: choose a checkpoint with --load {target} --ckpt-step N", True
+        return f"{error}: choose a checkpoint with {load_option(target)} --ckpt-step N", True
     if name is None:
-        text = f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
+        pass_it = f"pass {load_option(target)} --ckpt-step N"
+        text = f"{source} has no {TRACKER_NAME} that names a checkpoint: {pass_it}"
         return text, has_file(source / TRACKER_NAME)  # a damaged one names something that is not known
     if name in failed or not has_folder(target, name):
         why = "was not converted" if has_folder(source, name) else "is missing"
         return (
             f"{source / TRACKER_NAME} names {name}, which {why}: "
-            f"choose another with --load {target} --ckpt-step N"
+            f"choose another with {load_option(target)} --ckpt-step N"
         ), True
     with one_at_a_time(target):
         return _name_it(target, name, target), False
@@ -85,7 +92,7 @@ def one_at_a_time(run: Path) -> Iterator[None]:
 def _name_it(run: Path, name: str, shown: Path) -> str:
     """Writes the tracker, unless it names a later iteration, or something else that cannot be compared."""
     tracker, step = run / TRACKER_NAME, iteration_in_name(name)
-    otherwise = f"pass --load {shown} --ckpt-step {step}"
+    otherwise = f"pass {load_option(shown)} --ckpt-step {step}"
     if step is None:
         otherwise = f"Megatron loads {name} only where the tracker says {name}"
     try:
@@ -101,7 +108,7 @@ def _name_it(run: Path, name: str, shown: Path) -> str:
         return f"{shown / TRACKER_NAME} {stays}: {otherwise}"
     if existing != name:
         write_tracker(tracker, (RELEASE_NAME if step is None else str(step)).encode())
-    return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}{_format_to_name(run / name)}"
+    return f"{shown / TRACKER_NAME} names {name}: pass {load_option(shown)}{_format_to_name(run / name)}"
 
 
 def _format_to_name(checkpoint: Path) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def locked_work_directory(path: Path, target: Path, other_names: Collection[str]
             yield
         finally:
             if _is_at(descriptor, path):  # after a success it has the target's name
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_tree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
 
@@ -79,9 +80,17 @@ def _empty(directory: Path, other_names: Collection[str]) -> None:
         )
     for path in paths:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _remove_tree(path)
         else:
             path.unlink()
+
+
+def _remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
+    """Removes a directory, with copies of directories that forbid writing."""
+    for folder, _, _ in os.walk(directory):
+        with contextlib.suppress(OSError):
+            Path(folder).chmod(stat.S_IRWXU)
+    shutil.rmtree(directory, ignore_errors=ignore_errors)
 
 
 def rename_to_target(work_directory: Path, target: Path) -> None:

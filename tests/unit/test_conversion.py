@@ -160,7 +160,7 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
     (source / "common.pt").write_bytes(COMMON)
     (source / "modelopt_state").mkdir()
     (source / "modelopt_state" / "state").write_bytes(b"state")
-    (source / "integrity.json").write_text("{}")  # hashes of files that are not there any more
+    (source / "integrity.json").write_text('{"files": {"gone": "0"}}')
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
     convert_to(source, tmp_path / "ours")
     assert ds.open(tmp_path / "ours").read_other("common.pt") == COMMON

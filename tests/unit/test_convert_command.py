@@ -114,6 +114,14 @@ def test_a_target_named_as_an_iteration_is_what_megatron_resumes_from(tmp_path: 
     assert (tmp_path / "made" / TRACKER).read_text() == "10"
 
 
+def test_a_path_that_a_shell_would_split_is_quoted_in_what_is_to_be_passed(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
+    _, by_name, _ = run("convert", tmp_path / "run" / "iter_0000010", tmp_path / "made it" / "iter_0000010")
+    _, every, _ = run("convert", tmp_path / "run", tmp_path / "made it", "--all")
+    assert f"pass --load '{tmp_path}/made it'\n" in by_name
+    assert f"pass --load '{tmp_path}/made it' --ckpt-step N\n" in every
+
+
 def test_for_a_target_of_another_name_the_command_says_what_to_pass(tmp_path: Path) -> None:
     save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
     code, out, _ = run("convert", tmp_path / "run" / "iter_0000010", tmp_path / "made")

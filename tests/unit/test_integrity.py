@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from megatron_datastates.convert.integrity import data_bytes, verify_source
+from megatron_datastates.convert.integrity_file import encode_sums
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.files import sha256_of
+from megatron_datastates.format.directory import COMMON_FILE, INTEGRITY_NAME, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.upkeep.verify import Verdict
 from tests.unit.command import run
 from tests.unit.converting import save_with_dcp
@@ -37,6 +40,29 @@ def verdict_of(path: Path, **how: Any) -> Verdict:
 def data_file(path: Path) -> Path:
     (file,) = path.glob("*.distcp")
     return file
+
+
+def test_a_change_of_the_index_that_fits_all_else_is_found_by_megatrons_sums(
+    theirs: Path, tmp_path: Path
+) -> None:
+    sums = {path.name: sha256_of(path) for path in theirs.iterdir()}
+    (theirs / INTEGRITY_NAME).write_bytes(encode_sums(sums))
+    code, out, _ = run("convert", theirs, tmp_path / "intact")
+    assert code == 0 and f"{INTEGRITY_NAME} was not converted: load the target without" in out
+    assert verdict_of(theirs).good and not verdict_of(theirs).uncovered
+    index = theirs / TORCH_DIST_INDEX
+    index.write_bytes(index.read_bytes().replace(b"small", b"smell"))
+    (fault,) = verdict_of(theirs, quick=True).faults
+    assert f"{index} has SHA-256" in fault and f"by {INTEGRITY_NAME}" in fault
+    code, _, err = run("convert", theirs, tmp_path / "made")
+    assert code == 1 and fault in err and not (tmp_path / "made").exists()
+
+
+def test_a_file_that_megatrons_sums_name_and_that_is_gone_is_found(theirs: Path, tmp_path: Path) -> None:
+    (theirs / INTEGRITY_NAME).write_bytes(encode_sums({COMMON_FILE: "0" * 64}))
+    assert run("verify", theirs)[0] == 1
+    code, _, err = run("convert", theirs, tmp_path / "made")
+    assert code == 2 and f"{theirs / COMMON_FILE}" in err
 
 
 def test_an_intact_checkpoint_is_good_and_read_completely(theirs: Path) -> None:

@@ -37,6 +37,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from tests.support.capabilities import bound_by_permissions
 from tests.unit.command import run
 from tests.unit.converting import LEAST, convert_to, save_with_dcp
 from tests.unit.states import data_files
@@ -287,6 +288,34 @@ def test_what_an_earlier_try_left_is_replaced(by_dcp: Path, tmp_path: Path) -> N
     made = convert_to(by_dcp, tmp_path / "target")
     assert os.listdir(tmp_path) == ["target"]
     assert len(data_files(tmp_path / "target")) == len(made.stored_by_rank())
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_copies_of_read_only_directories_are_removed_after_a_failure(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
+    for folder in (tmp_path / "source" / "added" / "below", tmp_path / "source" / "added"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_bytes(b"a: 1")
+        folder.chmod(0o555)
+    with bound_by_permissions():
+        with monkeypatch.context() as failing:
+            failing.setattr(job, "rename_to_target", interrupt)
+            if is_killed:
+                failing.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+            with pytest.raises(KeyboardInterrupt):
+                convert_to(tmp_path / "source", tmp_path / "made" / "target")
+        if not is_killed:
+            assert os.listdir(tmp_path) == ["source"]
+        convert_to(tmp_path / "source", tmp_path / "made" / "target")
+    copied = tmp_path / "made" / "target" / "added" / "below" / "config.yaml"
+    assert copied.read_bytes() == b"a: 1" and copied.parent.stat().st_mode & 0o777 == 0o555
+    assert os.listdir(tmp_path / "made") == ["target"]
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def with_a_directory_of_somebody(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of buckets as one with fully reshardable optimizer state, which every layout loads.
+"""Reads a checkpoint of buckets as one with fully reshardable optimizer state, which other layouts load.
 
 The tensors of buckets are states of parameters here, found through the optimizer map, and the objects beside
 them are a part of the common state.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megatron_datastates.convert.integrity_file import require_sums, stored_sums
 from megatron_datastates.convert.optimizer_maps import read_maps
 from megatron_datastates.convert.sources.dcp_checks import (
     UNCOVERED,
@@ -63,6 +64,7 @@ _NEWER = (
     "its own, or a save into it is under way or was killed, and it holds parts of two saves"
 )
 _MOST_NAMED = 3
+_WITHOUT_CHECKSUMS = (TORCH_DIST_INDEX, METADATA_NAME, COMMON_FILE)  # of their own, as archives have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +242,11 @@ class TorchDistSource(Source):
         return len(self._maps[key]) if key in self._maps else self._object(key).bytes
 
     def require_files(self) -> None:
+        """See Source. Raises CorruptDataError for an index that differs from its sum in integrity.json."""
+        sums = stored_sums(self.directory) or {}
+        require_sums(self.directory, sums, _WITHOUT_CHECKSUMS)
+        if TORCH_DIST_INDEX in sums:
+            self.uncovered = ""
         for name, end in required_bytes(record for _, _, record in self.records()).items():
             with self._open(name) as file:
                 size = size_of(file)
