@@ -62,6 +62,37 @@ def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
     assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
 
 
+@pytest.mark.skipif(
+    metadata.version("megatron-core") < "0.19", reason="no hybrid model loads a GPT's checkpoint"
+)
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_checkpoint_of_a_gpt_resumes_as_a_hybrid_model(
+    layout: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """Its optimizer's state included, which Megatron loads only if it is stored as fully reshardable."""
+    gpt = [*LAYOUTS["tp2"], "--save", tmp_path / "ours", "--ckpt-format", "datastates", "--swiglu"]
+    saved = pretraining.run(*gpt)
+    datastates("convert", tmp_path / "ours", tmp_path / "stock", "--all", "--optimizer", "fully-reshardable")
+    hybrid = [*LAYOUTS[layout], "--hybrid-layer-pattern", "*-*-", "--swiglu", "--ckpt-step", "2"]
+    ours, stock = (
+        pretraining.run(
+            *(*hybrid, "--load", tmp_path / folder, "--ckpt-format", name), environment={"TINY_HYBRID": "1"}
+        )
+        for folder, name in {"ours": "datastates", "stock": "torch_dist"}.items()
+    )
+    assert "optimizer state will be loaded" in ours.log
+    assert (SAID in ours.log) == (layout == "pp2"), "else the buckets hold the same under the same names"
+    assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
+    assert ours.differences(stock) == []
+    if layout == "tp2":  # sums are of the same order, and the second step has the state of the first
+        for step in ("step 3", "step 4"):
+            losses = [
+                {name: value for name, value in run.ranks[0].states[step].items() if name.startswith("loss")}
+                for run in (saved, ours)
+            ]
+            assert losses[0] and losses[0] == losses[1]
+
+
 @pytest.mark.long
 def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
     pretraining: Pretraining, tmp_path: Path

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import frozen
+import hybrid_layers
 import latent_attention
 import mutations
 import numpy
@@ -181,7 +182,9 @@ def main(arguments: list[str], folder: str) -> None:
     frozen.install()
     # NCCL gathers parts of unequal sizes, gloo does not.
     LayerWiseDistributedOptimizer.allgather_params = LayerWiseDistributedOptimizer.broadcast_params
-    if PROVIDED in os.environ:
+    if hybrid_layers.CHOSEN in os.environ:
+        pretrain_tiny.build_model = hybrid_layers.build_model
+    if PROVIDED in os.environ or hybrid_layers.CHOSEN in os.environ:
         _provide_model()
     if latent_attention.CHOSEN in os.environ:
         latent_attention.install(fused=os.environ[latent_attention.CHOSEN] == "fused")

@@ -132,7 +132,7 @@ def request(
         )
     carrier = ShardedObject(f"{GROUP}0.{CARRIER}", [size], (1,), (0,))
     own = msgspec.convert({"format_version": 1, "buckets": [described]}, OptimizerMap)
-    setattr(carrier, _ATTRIBUTE, OwnBuckets(own, frozenset()))
+    setattr(carrier, _ATTRIBUTE, OwnBuckets(lambda: own))
     groups = {"param_groups": [{"wd_mult": 1.0, "lr": 0.0}]}
     state = {
         "optimizer": ShardedObject(f"{GROUP}0.optimizer", groups, (1,), (0,)),

@@ -8,9 +8,9 @@ optimizer's own.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,12 +30,28 @@ _ATTRIBUTE = "_datastates_own_buckets"
 State = dict[Any, Any]  # what sharded_param_state_dp_reshardable returns
 
 
-@dataclasses.dataclass(frozen=True)
 class OwnBuckets:
-    """The buckets of the run's optimizer, and which of the model's tensors may have another stored shape."""
+    """The buckets of the run's optimizer, described when a load first asks.
 
-    map: OptimizerMap
-    flexible: frozenset[str]
+    Until then, Megatron may give the model's tensors other keys: those of a GPT's checkpoint, for a hybrid
+    model.
+
+    Args:
+        describe: makes the map.
+        named: the model's tensors.
+    """
+
+    def __init__(self, describe: Callable[[], OptimizerMap], named: Iterable[Any] = ()) -> None:
+        self._describe, self._named = describe, named
+
+    @functools.cached_property
+    def map(self) -> OptimizerMap:
+        return self._describe()
+
+    @functools.cached_property
+    def flexible(self) -> frozenset[str]:
+        """Keys of the model's tensors that may have another stored shape."""
+        return frozenset(item.key for item in self._named if getattr(item, "allow_shape_mismatch", False))
 
 
 def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,26 +78,26 @@ def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:
-    """Attaches the description to the CARRIER of a bucket state that was made for a load. Never raises."""
+    """Attaches the description to the CARRIER of a bucket state that was made for a load."""
     carrier = state.get(CARRIER)
-    if not isinstance(carrier, ShardedObject):
-        return
-    try:
+    if isinstance(carrier, ShardedObject):
         shards = ModelShards(model_state)
-        flexible = {
-            item.key for _, item in shards.named.values() if getattr(item, "allow_shape_mismatch", False)
-        }
-        own = OwnBuckets(describe_buckets(optimizer, state, shards), frozenset(flexible))
-        setattr(carrier, _ATTRIBUTE, own)
-    except Exception as error:  # the layout may be the stored one, and then nobody needs it
-        logger.warning("this optimizer loads from its own parallel layout only: %r", error)
+        describe = functools.partial(describe_buckets, optimizer, state, shards)
+        setattr(carrier, _ATTRIBUTE, OwnBuckets(describe, [item for _, item in shards.named.values()]))
 
 
 def own_buckets(state: Any) -> OwnBuckets | None:
-    """Returns the description attached to a bucket state; None for anything else."""
+    """Returns the description attached to a bucket state; None for anything else. Never raises."""
     carrier = state.get(CARRIER) if isinstance(state, dict) else None
     found = getattr(carrier, _ATTRIBUTE, None)
-    return found if isinstance(found, OwnBuckets) else None
+    if not isinstance(found, OwnBuckets):
+        return None
+    try:
+        return found if found.map else None
+    except Exception as error:  # the layout may be the stored one, and then nobody needs it
+        logger.warning("this optimizer loads from its own parallel layout only: %r", error)
+        delattr(carrier, _ATTRIBUTE)
+        return None
 
 
 def bucket_tensors(state: State) -> Iterator[tuple[State, str, Any]]:

@@ -339,14 +339,33 @@ def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) 
     kind = (metadata or {}).get(SHARDING_KEY)
     if kind is None and metadata is not None:
         return not getattr(stored, "use_distributed_optimizer", True)
-    same = all(getattr(stored, name, 1) == getattr(own, name, 1) for name in _REFUSED)
-    if kind != "dp_reshardable" or same or _is_hybrid(stored) != _is_hybrid(own):
-        return False  # Megatron loads it, or refuses it by what names the cause
-    return has_optimizer_maps(open_checkpoint(directory))
+    if _pattern(stored) or not _pattern(own):
+        same = all(getattr(stored, name, 1) == getattr(own, name, 1) for name in _REFUSED)
+        is_asked = not same and bool(_pattern(stored)) == bool(_pattern(own))
+    else:
+        is_asked = _has_layers_of_a_gpt(_pattern(own))
+    # Else Megatron loads it, or refuses it by what names the cause.
+    return kind == "dp_reshardable" and is_asked and has_optimizer_maps(open_checkpoint(directory))
 
 
-def _is_hybrid(args: Any) -> bool:
-    return any(getattr(args, name, None) for name in _PATTERNS)
+def _pattern(args: Any) -> str:
+    """Returns the layers of a hybrid model; "" for a GPT."""
+    return next((found for name in _PATTERNS if (found := getattr(args, name, None))), "")
+
+
+def _has_layers_of_a_gpt(pattern: str) -> bool:
+    """Returns whether Megatron can load all of a hybrid model from a GPT's checkpoint.
+
+    Not if it has layers that a GPT has not: for those, buckets have no state in the checkpoint.
+    """
+    try:
+        from megatron.core.dist_checkpointing.gpt_checkpoint_interop import gpt_compatible_layer_maps
+    except ImportError:  # a release that cannot
+        return False
+    try:
+        return not gpt_compatible_layer_maps(pattern).fresh_init
+    except ValueError:  # Megatron says why
+        return False
 
 
 def _advice(load: state.Load) -> str:
