@@ -15,6 +15,7 @@ from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving.rank_save import RankSave
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, new_saver
@@ -162,4 +163,32 @@ def test_a_tracker_that_cannot_be_written_fails_the_save_on_all_ranks(tmp_path: 
         assert "latest_checkpointed_iteration.txt" in str(one.error)
         assert "files were kept" in str(one.error)
     assert (tmp_path / "c" / MANIFEST_NAME).exists()
+    ranks.close()
+
+
+def test_a_rank_that_fails_while_rank_0_publishes_costs_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has looked for all files, and is about to write a manifest that names them."""
+    has_looked, goes_on, look = threading.Event(), threading.Event(), directory_publisher.require_files
+
+    def dawdling(directory: Path, manifest) -> None:
+        look(directory, manifest)
+        has_looked.set()
+        goes_on.wait(60.0)
+
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
+    ranks = RanksInTurn(2)
+    saves = [saver.start(tmp_path / "c", state(1, rank=rank)) for rank, saver in enumerate(ranks.savers)]
+    while not saves[0].is_over:
+        for one in reversed(saves):
+            one.poll()
+        if has_looked.is_set() and saves[1].save.failure is None:
+            saves[1].save.fail(OSError("a broken link"))
+    goes_on.set()
+    assert saves[0].join_publisher(60.0)
+    for one in saves:
+        assert one.outcome is Outcome.FAILED
+        assert "a broken link" in str(one.error) and "files were kept" in str(one.error)
+    assert (tmp_path / "c" / MANIFEST_NAME).exists() and verify(tmp_path / "c").good
     ranks.close()
