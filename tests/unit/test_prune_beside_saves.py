@@ -12,7 +12,7 @@ import torch
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.directory import REMOVAL_NAME
+from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
@@ -214,6 +214,21 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
+
+
+def test_what_megatron_writes_again_before_the_first_file_of_a_save_is_kept(root, monkeypatch):
+    common, reported = put(root, 100, COMMON_FILE, 9000), {}
+    at_point(monkeypatch, "remove file", lambda: common.write_bytes(b"of the save that begins"))
+    prune(root, RetentionRules(keep_last=4), stays=lambda one, why: reported.update({one.number: why}))
+    assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
+    assert common.read_bytes() == b"of the save that begins"
+
+
+def test_once_a_save_has_begun_files_of_others_are_kept(root, monkeypatch):
+    notes, resumed = put(root, 100, "notes.txt", 9000), Resumed(root)
+    at_point(monkeypatch, "sync removal of manifest", resumed.save)
+    prune(root, RetentionRules(keep_last=4))
+    assert notes.exists() and complete(root) == NUMBERS
 
 
 @pytest.mark.parametrize("number", [100, 500])

@@ -16,8 +16,8 @@ Left-overs in directories that are kept: left_overs.py.
 tests/model/ searches all interleavings of these protocols with saves of ours.
 
 Checkpoints of other formats go by the same protocol, with the format's index (`.metadata`) in place of the
-manifest. Their saves give files the same names again, so step 4 stops at a file that is not the one that was
-listed.
+manifest. Their saves give files the same names again, as ours do with files of Megatron's, so step 4 stops at
+a file that is not the one that was listed.
 
 Object stores: the same rules, for checkpoints of ours; the protocol is prune_objects.py's.
 """
@@ -164,8 +164,11 @@ class _Removal:
         return None
 
     def _is_overwritten(self, name: str) -> bool:
-        """Returns whether a file of another format, whose name a save uses again, is another one by now."""
-        return not self._is_ours and status_of(self._path / name) not in (None, self._listed[name])
+        """Returns whether a file, whose name a save uses again, is another one by now.
+
+        All of another format's are; of ours those of Megatron, which writes them before our first file.
+        """
+        return status_of(self._path / name) not in (None, self._listed[name])
 
     def _has_begun(self) -> bool:
         """Returns whether a save has made files since the directory was listed; they have new names."""
