@@ -6,8 +6,9 @@ Protocol, for each directory, oldest first:
   2. rename the manifest to REMOVAL_NAME. If it is not the one that was read, a save has published
      meanwhile: put it back (never in place of a newer one), and keep the directory;
   3. sync the directory: from now on it is not a checkpoint, and REMOVAL_NAME shows the next call why;
-  4. remove what is on the list, REMOVAL_NAME last, then the directory itself, and sync its parent. If a
-     save has begun meanwhile, its files, the directory and files of others are kept.
+  4. remove what is on the list, REMOVAL_NAME last, then the directory itself (what a crash brings back of
+     it, a later call removes). If a save has begun meanwhile, its files, the directory and files of others
+     are kept.
 A kill leaves a complete checkpoint, or an incomplete directory that a later call removes. Only a kill (or
 a crash of the machine) within step 2, while a save publishes at that moment, loses what that save has
 published: its files are kept until they are MIN_AGE_SECONDS old, and `repair` rebuilds its manifest.
@@ -160,7 +161,6 @@ class _Removal:
             if self._has_begun():
                 return "the old checkpoint is gone; a save into it has begun meanwhile"
             raise
-        sync_directory(self._path.parent)
         return None
 
     def _is_overwritten(self, name: str) -> bool:
