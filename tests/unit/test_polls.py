@@ -116,10 +116,12 @@ def test_an_earlier_save_that_is_not_durable_holds_up_later_ones(
         return seal(save, *args)
 
     monkeypatch.setattr(RankSave, "_seal", dawdling)
-    first, second = (saver.start(tmp_path / "same", state(number)) for number in range(2))
+    first, failing, second = (saver.start(tmp_path / "same", state(number)) for number in range(3))
     assert second.save._durable.wait(60.0)
+    failing.save.fail(OSError("a broken disk"))  # one that is over lets no later one pass by the first
     for _ in range(3 * POLLS):
         assert second.poll() is Outcome.PENDING
+    assert failing.outcome is Outcome.FAILED
     begin.set()
     assert second.wait() is first.wait() is Outcome.PUBLISHED
 

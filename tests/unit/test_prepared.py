@@ -699,6 +699,44 @@ def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() ->
         preparation.tensors(lambda: nothing_promised, is_lazy=False)
 
 
+class World:
+    """Stands in for torch.distributed's."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ARGUMENTS: dict[str, Any] = {
+    "model": [make()],
+    "optimizer": no_optimizer(),
+    "args": types.SimpleNamespace(no_save_optim=True),
+    "model_sd_kwargs": {"metadata": {"singleton_local_shards": True}},
+    "optim_sd_kwargs": {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}},
+}
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, "the world"])
+def test_a_save_with_other_arguments_is_not_prepared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    if name == "the world":
+        monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=World()))
+    with pytest.raises(UnprovableError, match="the arguments of the save have changed"):
+        preparation.require_conditions(call | {name: ARGUMENTS.get(name)})
+
+
+def test_after_a_prepared_save_that_came_to_nothing_the_next_one_is_full() -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    preparation.require_unchanged(call)
+    preparation.release()
+    with pytest.raises(UnprovableError, match="did not complete its preparation"):
+        preparation.require_conditions(call)
+
+
 def test_arguments_are_compared_by_their_values() -> None:
     one: list[Any] = [1, {"a": (2, None)}]
     noted = prepared._plain({"x": one})
