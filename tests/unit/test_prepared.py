@@ -485,6 +485,15 @@ def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved
     assert keys == (objects[2].unique_key, objects[1].unique_key)
 
 
+def test_a_thin_state_dict_that_lacks_a_chunk_is_not_saved() -> None:
+    model, preparation, _ = with_extra_states(io.BytesIO(b"scales"))
+    (chunk,) = preparation.thin_models(leaves_out=False)
+    with pytest.raises(UnprovableError, match="did not ask for the state of all 1 model chunks"):
+        preparation.require_used()
+    assert "0._extra_state" in chunk.sharded_state_dict() and len(model) == 1
+    preparation.require_used()
+
+
 def test_a_layer_with_two_names_has_an_extra_state_under_each() -> None:
     """Megatron's T5 has its output layer as `output_layer`, and in `lm_head`."""
     layer = Extra(2, 2)

@@ -216,6 +216,22 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert not (place(root, 100) / REMOVAL_NAME).exists()
 
 
+def test_a_save_that_begins_right_after_the_last_decision_is_kept(root, monkeypatch):
+    """What is removed was listed before that decision, which sees the files of saves that began earlier."""
+    decide, plans, resumed = pruning.plan_prune, [], Resumed(root)
+
+    def begun_after_the_last(*arguments):
+        plans.append(decide(*arguments))
+        if len(plans) == 2:
+            resumed.begin()
+        return plans[-1]
+
+    monkeypatch.setattr(pruning, "plan_prune", begun_after_the_last)
+    prune(root, RetentionRules(keep_last=4))
+    resumed.publish()
+    assert complete(root) == NUMBERS
+
+
 def test_what_megatron_writes_again_before_the_first_file_of_a_save_is_kept(root, monkeypatch):
     common, reported = put(root, 100, COMMON_FILE, 9000), {}
     at_point(monkeypatch, "remove file", lambda: common.write_bytes(b"of the save that begins"))
