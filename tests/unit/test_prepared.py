@@ -766,6 +766,14 @@ def test_a_view_of_another_dtype_cannot_be_prepared() -> None:
         prepared._row("w", weight.view(torch.int16), {id(weight): 0})
 
 
+def test_a_negated_view_cannot_be_prepared() -> None:
+    """An address alone does not say that its values are to be negated."""
+    model = make()
+    model[0].weight.data = torch._neg_view(torch.ones(6, 4))
+    with pytest.raises(UnprovableError, match="a negated or conjugated view"):
+        prepare(model)
+
+
 def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
     preparation = types.SimpleNamespace(rank=0)
     thin = prepared.Mark.of(preparation, 0, is_thin=True)  # type: ignore[arg-type]
