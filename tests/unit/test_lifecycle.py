@@ -24,6 +24,7 @@ from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.runs import is_published
+from megatron_datastates.pipeline.saving import rank_save
 from megatron_datastates.pipeline.saving.background import (
     AFTER_POLL_SECONDS,
     COPIES_AFTER_POLL_SECONDS,
@@ -71,6 +72,22 @@ def test_a_file_is_sealed_only_once_nothing_can_have_changed_before_it_was_copie
         read_footer(path, path.stat().st_size)
     publication.save.mark_torn("a step without a fence")
     assert publication.wait() is Outcome.FAILED and not data_files(tmp_path / "c")
+
+
+def test_a_save_that_is_taken_back_just_as_its_file_is_durable_leaves_none(saver, tmp_path, monkeypatch):
+    is_durable, goes_on, decode = threading.Event(), threading.Event(), rank_save.decode_trailer
+
+    def late(*args):
+        is_durable.set()
+        goes_on.wait(LIMIT_SECONDS)
+        return decode(*args)
+
+    monkeypatch.setattr(rank_save, "decode_trailer", late)
+    publication = saver.start(tmp_path / "c", State(BIG))
+    assert is_durable.wait(LIMIT_SECONDS)
+    publication.abandon("the queue was aborted")
+    goes_on.set()
+    assert publication.join(LIMIT_SECONDS) and not data_files(tmp_path / "c")
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:

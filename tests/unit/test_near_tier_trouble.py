@@ -21,7 +21,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
-from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
@@ -34,6 +34,7 @@ from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
@@ -400,6 +401,21 @@ def test_a_save_whose_near_files_were_removed_is_not_published(
     abandon(nodes)
 
 
+def test_a_file_of_megatrons_that_is_gone_from_save_becomes_far_with_the_rest(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, drain_every=2)
+    common = nodes.directory(1) / COMMON_FILE
+    common.parent.mkdir(parents=True)
+    torch.save({"iteration": 1}, common)
+    content = common.read_bytes()
+    extras = PublicationExtras(other_files=(COMMON_FILE,))
+    saves = _begun(nodes, 1, extras)
+    wait_for(lambda: [save.poll() for save in reversed(saves)] == [Outcome.PUBLISHED] * 2)
+    common.unlink()
+    nodes.close()
+    nodes.check(1)
+    assert common.read_bytes() == content
+
+
 def test_megatron_writes_no_tracker_where_it_could_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -689,8 +705,8 @@ def test_a_drain_and_a_save_into_the_same_directory_publish_one_after_the_other(
     assert published_in(nodes.directory(1)) == later.save.context.save_id
 
 
-def _begun(nodes: Nodes, iteration: int) -> list[Publication]:
+def _begun(nodes: Nodes, iteration: int, extras: PublicationExtras | None = None) -> list[Publication]:
     return [
-        saver.start(nodes.directory(iteration), state, far_published=nodes.ranks.note_far)
+        saver.start(nodes.directory(iteration), state, extras=extras, far_published=nodes.ranks.note_far)
         for saver, state in zip(nodes.ranks.savers, states_of(iteration), strict=True)
     ]
