@@ -10,6 +10,7 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import Listener
@@ -193,4 +194,40 @@ def test_a_rank_that_fails_while_rank_0_publishes_costs_no_file(
         assert one.outcome is Outcome.FAILED
         assert "a broken link" in str(one.error) and "files were kept" in str(one.error)
     assert (tmp_path / "c" / MANIFEST_NAME).exists() and verify(tmp_path / "c").good
+    ranks.close()
+
+
+def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of all ranks say how many bytes come: what a rank knows since then must not change that."""
+    record_of, goes_on, look = publications.record_of, threading.Event(), directory_publisher.require_files
+
+    def dawdling(directory: Path, manifest) -> None:
+        look(directory, manifest)
+        assert goes_on.wait(60.0)
+
+    def recorded(save: RankSave, **facts):
+        record = record_of(save, **facts)
+        if save.context.save_id.ordinal == 2 and save.context.rank == 0:
+            # The first one is over before the second one's records are read.
+            goes_on.set()
+            saves[0][0].join_publisher()
+        return record
+
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
+    monkeypatch.setattr(publications, "record_of", recorded)
+    ranks = RanksInTurn(2)
+    saves: list[list[Publication]] = [[], []]  # by rank
+    for number in range(2):
+        for rank, saver in enumerate(ranks.savers):
+            # Of rank 0's another layout, or nothing would be merged.
+            content = State({"v": torch.ones(9)}) if (rank, number) == (0, 1) else state(number, rank=rank)
+            saves[rank].append(saver.start(tmp_path / str(number), content))
+            assert saves[rank][number].save._durable.wait(60.0)
+        while not (saves[0][number].is_over if number else saves[0][0]._publisher):
+            for own in reversed(saves):
+                own[number].poll()
+    assert [one.outcome for own in saves for one in own] == [Outcome.PUBLISHED] * 4, saves[0][1].error
+    assert verify(tmp_path / "1").good
     ranks.close()

@@ -727,6 +727,31 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
+def test_tensors_are_classified_anew_once_what_that_depends_on_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, times, stepped = make(), [0], set[int]()
+    preparation, call, _ = prepare(model)
+    monkeypatch.setattr(fences, "stepped_optimizers", lambda: frozenset(stepped))
+
+    def classifier() -> Any:
+        times[0] += 1
+        return nothing_promised
+
+    def saved(*, is_lazy: bool) -> int:
+        preparation.require_conditions(call)
+        preparation.require_unchanged(call)
+        preparation.tensors(classifier, is_lazy=is_lazy)
+        return times[0]
+
+    assert [saved(is_lazy=False), saved(is_lazy=False), saved(is_lazy=True)] == [1, 1, 2]
+    weight = model[0].weight.data  # kept, so that its memory is not used again
+    model[0].weight.data = weight.clone()
+    assert [saved(is_lazy=True), saved(is_lazy=True)] == [3, 3]
+    stepped.add(1)  # an optimizer of somebody else's may own any of them
+    assert [saved(is_lazy=True), saved(is_lazy=True)] == [4, 5]
+
+
 @pytest.mark.parametrize("name", [*ARGUMENTS, "the world"])
 def test_a_save_with_other_arguments_is_not_prepared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     preparation, call, _ = prepare(make())

@@ -16,6 +16,7 @@ from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
+from megatron_datastates.pipeline.upkeep import left_overs as removing
 from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
@@ -129,6 +130,14 @@ def test_a_manifest_that_cannot_be_read_at_times_makes_no_left_overs(root, monke
     plan = plan_prune(root, RetentionRules(keep_last=9))
     assert plan.left_overs and remove_left_overs(plan.left_overs) == []
     assert complete(root) == NUMBERS
+
+
+def test_the_manifest_that_was_read_is_durable_before_left_overs_go(root, monkeypatch):
+    """A crash could bring back an older one, which names them."""
+    left, synced = put(root, 300, DEAD.data_file_name(0), 9000), []
+    monkeypatch.setattr(removing, "sync_directory", lambda path: synced.append((path, left.exists())))
+    assert len(remove_left_overs(plan_prune(root, RetentionRules(keep_last=9)).left_overs)) == 1
+    assert synced == [(place(root, 300), True)] and not left.exists()
 
 
 @pytest.mark.parametrize("point", ["look at left-over", "remove left-over"])
