@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.training import checkpointing
 
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
@@ -760,6 +761,16 @@ def test_a_save_with_other_arguments_is_not_prepared(name: str, monkeypatch: pyt
         monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=World()))
     with pytest.raises(UnprovableError, match="the arguments of the save have changed"):
         preparation.require_conditions(call | {name: ARGUMENTS.get(name)})
+
+
+def test_a_save_whose_state_dict_somebody_else_makes_by_now_is_not_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    monkeypatch.setattr(checkpointing, "generate_state_dict", make)
+    with pytest.raises(UnprovableError, match="has wrapped or replaced Megatron's generate_state_dict"):
+        preparation.require_conditions(call)
 
 
 def test_after_a_prepared_save_that_came_to_nothing_the_next_one_is_full() -> None:
