@@ -111,6 +111,9 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
     store = LayoutStore()
     saves = [received(store, *halves(size)) for size in range(4, 8)]
     store.merged(saves[0])
+    digest, listed = encode_providers([ProviderEntry(name="own", kind="Own", notes={})])
+    store.add_providers(digest, listed)
+    user = saves[0][0]._replace(providers_digest=digest)
     epoch = store.begin_use()
     store.end_use(store.begin_use(), [b"known"])
     assert store.known == {b"known"} and store.should_forget()
@@ -119,6 +122,7 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
         assert not store.known and not store.should_forget()
     for records in saves:
         store.merged(records)
+    assert [one.name for one in store.providers([user])] == ["own"]
     more = [received(store, *halves(size)) for size in range(8, 12)]
     assert not store.should_forget(), "a save under way relies on the last epoch"
     store.end_use(epoch, [b"late"])
@@ -128,6 +132,8 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
     store.merged(more[1])
     with pytest.raises(KeyError):
         store.merged(saves[3][:1])
+    with pytest.raises(KeyError):
+        store.providers([user])
 
 
 def test_a_small_save_does_not_have_a_large_structure_sent_again(little: None) -> None:

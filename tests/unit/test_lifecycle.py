@@ -16,12 +16,15 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.runs import is_published
+from megatron_datastates.pipeline.saving import rank_save
 from megatron_datastates.pipeline.saving.background import (
     AFTER_POLL_SECONDS,
     COPIES_AFTER_POLL_SECONDS,
@@ -56,6 +59,35 @@ def test_a_save_goes_through_its_states(saver, tmp_path, monkeypatch):
     publication.wait()
     seen.append(publication.state.value)
     assert seen == ["enqueued", "staged", "written", "durable", "published"]
+
+
+def test_a_file_is_sealed_only_once_nothing_can_have_changed_before_it_was_copied(saver, tmp_path):
+    """Else a kill could leave a file that looks sound, and mixes values from before and after a change."""
+    publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
+    while not publication.save._save.wait_written():
+        pass
+    assert not publication.join(0.3), "nobody has polled, and no fence was reached"
+    (path,) = data_files(tmp_path / "c")
+    with pytest.raises(DataStatesError):
+        read_footer(path, path.stat().st_size)
+    publication.save.mark_torn("a step without a fence")
+    assert publication.wait() is Outcome.FAILED and not data_files(tmp_path / "c")
+
+
+def test_a_save_that_is_taken_back_just_as_its_file_is_durable_leaves_none(saver, tmp_path, monkeypatch):
+    is_durable, goes_on, decode = threading.Event(), threading.Event(), rank_save.decode_trailer
+
+    def late(*args):
+        is_durable.set()
+        goes_on.wait(LIMIT_SECONDS)
+        return decode(*args)
+
+    monkeypatch.setattr(rank_save, "decode_trailer", late)
+    publication = saver.start(tmp_path / "c", State(BIG))
+    assert is_durable.wait(LIMIT_SECONDS)
+    publication.abandon("the queue was aborted")
+    goes_on.set()
+    assert publication.join(LIMIT_SECONDS) and not data_files(tmp_path / "c")
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
@@ -268,7 +300,9 @@ import atexit, dataclasses, os, sys, threading, time
 from pathlib import Path
 import torch
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline import saver_pool
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
@@ -488,7 +522,7 @@ def slow(tmp_path):
     """A save in mid-write, until its saver is closed or it is waited for."""
     saver = new_saver(faults="write:0:stall=100", write_threads=1)
     publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
-    while not data_files(tmp_path / "c"):
+    while not publication.save.stored_bytes():  # its descriptor is known to be this process's by then
         pass
     yield publication
     assert not publication.save.failure

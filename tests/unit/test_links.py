@@ -386,7 +386,8 @@ def test_memory_is_given_up_only_when_it_is_not_read_again(tmp_path):
 def changed_file(begun: list[Output], meanwhile: Callable[[StableFile], Any]) -> StableFile:
     """Returns a file whose tensors have changed; `meanwhile` is called while it begins to write them."""
     no_link: Any = SimpleNamespace(file=SimpleNamespace(content_sha256=b"another"), make=lambda: None)
-    job = {"close_input": lambda: None, "block_digests": lambda: b"", "wait_hashed": lambda seconds: True}
+    job: dict[str, Any] = {"close_input": lambda: None, "cancel": lambda reason: None}
+    job |= {"block_digests": lambda: b"", "wait_hashed": lambda seconds: True}
 
     def begin(output: Output) -> Any:
         begun.append(output)
@@ -406,6 +407,15 @@ def test_threads_that_look_at_once_begin_to_write_once():
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(lambda _: file.settle(60.0), range(4)))
     assert begun == [Output.DIGESTS, Output.FILE_AND_DIGESTS] and file.failure is None
+
+
+def test_a_save_that_is_cancelled_before_it_decides_begins_no_job():
+    """Nobody would end it."""
+    begun: list[Output] = []
+    file = changed_file(begun, lambda file: None)
+    file.cancel("another rank failed")
+    assert file.settle(60.0)
+    assert begun == [Output.DIGESTS] and "another rank failed" in str(file.failure)
 
 
 def test_a_signal_handler_that_looks_meanwhile_waits_for_nothing():

@@ -234,6 +234,15 @@ def test_a_node_that_cannot_publish_near_fails_the_save_and_leaves_its_tier_out_
     assert not nodes.is_far(1)
 
 
+def test_files_stay_of_a_failed_save_whose_manifest_may_be_in_place_near(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {"faults": "sync directory of manifest:1:EIO"}, {"near": ""})
+    failed = nodes.save(1)
+    assert failed.outcome is Outcome.FAILED and "its files were kept" in (failed.error or "")
+    abandon(nodes)
+    assert recover(nodes)[0] == 1, "as after a crash that keeps the manifest"
+    nodes.check(1)
+
+
 def test_a_node_without_the_option_saves_right_away(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, {"near": ""}, {})
     assert nodes.save(1).outcome is Outcome.PUBLISHED

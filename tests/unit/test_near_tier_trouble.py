@@ -21,7 +21,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
-from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
@@ -29,10 +29,12 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import manifest_in, near_folder, remove_saves
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, published_in, remove_saves
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
@@ -399,6 +401,21 @@ def test_a_save_whose_near_files_were_removed_is_not_published(
     abandon(nodes)
 
 
+def test_a_file_of_megatrons_that_is_gone_from_save_becomes_far_with_the_rest(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, drain_every=2)
+    common = nodes.directory(1) / COMMON_FILE
+    common.parent.mkdir(parents=True)
+    torch.save({"iteration": 1}, common)
+    content = common.read_bytes()
+    extras = PublicationExtras(other_files=(COMMON_FILE,))
+    saves = _begun(nodes, 1, extras)
+    wait_for(lambda: [save.poll() for save in reversed(saves)] == [Outcome.PUBLISHED] * 2)
+    common.unlink()
+    nodes.close()
+    nodes.check(1)
+    assert common.read_bytes() == content
+
+
 def test_megatron_writes_no_tracker_where_it_could_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -625,3 +642,71 @@ def test_whatever_is_damaged_near_is_read_in_save(compress: int, tmp_path: Path)
     assert Checkpoint.open(directory, options).read_object("o.data") == data
     assert bits(Checkpoint.open(directory, options).read_tensor("w")) == bits(state["w"])
     assert ds.load(directory, near=str(tmp_path / "near"))["o.data"] == data
+
+
+# -- saves that overlap ----------------------------------------------------------------------------------
+
+
+def test_a_save_is_not_over_before_an_earlier_one_that_a_node_is_still_storing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What drains keep, and remove, goes by the order in which saves have ended."""
+    goes_on, store, free_bytes = threading.Event(), share.NearShare._store, tier.free_bytes
+    nodes = Nodes(tmp_path)
+
+    def slow(self: share.NearShare, *parts: Any) -> None:
+        if self._context.rank == 1:
+            goes_on.wait(PATIENCE_SECONDS)
+        store(self, *parts)
+
+    monkeypatch.setattr(share.NearShare, "_store", slow)
+    saves = [_begun(nodes, 1)]
+    monkeypatch.setattr(tier, "free_bytes", lambda root: 0 if root == nodes.roots[1] else free_bytes(root))
+    saves.append(_begun(nodes, 2))  # node 1, whose tier is full, writes to --save
+
+    def poll() -> bool:
+        for save in reversed(saves[1]):
+            save.poll()
+        return False
+
+    wait_for(lambda: poll() or all(save._published.is_set() for save in saves[1]))
+    for _ in range(5):
+        poll()
+        assert saves[0][0].outcome is saves[1][0].outcome is Outcome.PENDING
+    goes_on.set()
+    wait_for(lambda: poll() or saves[1][0].is_over)
+    nodes.close()
+    for iteration in (1, 2):
+        nodes.check(iteration)
+
+
+def test_a_drain_and_a_save_into_the_same_directory_publish_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one removes what the earlier one names: not between that one's look and its rename."""
+    has_looked, is_over, look = threading.Event(), threading.Event(), directory_publisher.require_files
+
+    def dawdling(directory: Path, manifest: Manifest) -> None:
+        look(directory, manifest)
+        if manifest.ordinal == 1:
+            has_looked.set()
+            is_over.wait(1.0)
+
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
+    nodes = Nodes(tmp_path)
+    assert nodes.save(1).near is not None
+    wait_for(has_looked.is_set)
+    monkeypatch.setattr(tier, "free_bytes", lambda root: 0)
+    later = nodes.save(1)
+    is_over.set()
+    assert later.outcome is Outcome.PUBLISHED and later.near is None
+    nodes.close()
+    nodes.check(1)
+    assert published_in(nodes.directory(1)) == later.save.context.save_id
+
+
+def _begun(nodes: Nodes, iteration: int, extras: PublicationExtras | None = None) -> list[Publication]:
+    return [
+        saver.start(nodes.directory(iteration), state, extras=extras, far_published=nodes.ranks.note_far)
+        for saver, state in zip(nodes.ranks.savers, states_of(iteration), strict=True)
+    ]

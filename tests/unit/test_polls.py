@@ -10,11 +10,13 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving.rank_save import RankSave
+from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, new_saver
@@ -115,10 +117,12 @@ def test_an_earlier_save_that_is_not_durable_holds_up_later_ones(
         return seal(save, *args)
 
     monkeypatch.setattr(RankSave, "_seal", dawdling)
-    first, second = (saver.start(tmp_path / "same", state(number)) for number in range(2))
+    first, failing, second = (saver.start(tmp_path / "same", state(number)) for number in range(3))
     assert second.save._durable.wait(60.0)
+    failing.save.fail(OSError("a broken disk"))  # one that is over lets no later one pass by the first
     for _ in range(3 * POLLS):
         assert second.poll() is Outcome.PENDING
+    assert failing.outcome is Outcome.FAILED
     begin.set()
     assert second.wait() is first.wait() is Outcome.PUBLISHED
 
@@ -162,4 +166,68 @@ def test_a_tracker_that_cannot_be_written_fails_the_save_on_all_ranks(tmp_path: 
         assert "latest_checkpointed_iteration.txt" in str(one.error)
         assert "files were kept" in str(one.error)
     assert (tmp_path / "c" / MANIFEST_NAME).exists()
+    ranks.close()
+
+
+def test_a_rank_that_fails_while_rank_0_publishes_costs_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has looked for all files, and is about to write a manifest that names them."""
+    has_looked, goes_on, look = threading.Event(), threading.Event(), directory_publisher.require_files
+
+    def dawdling(directory: Path, manifest) -> None:
+        look(directory, manifest)
+        has_looked.set()
+        goes_on.wait(60.0)
+
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
+    ranks = RanksInTurn(2)
+    saves = [saver.start(tmp_path / "c", state(1, rank=rank)) for rank, saver in enumerate(ranks.savers)]
+    while not saves[0].is_over:
+        for one in reversed(saves):
+            one.poll()
+        if has_looked.is_set() and saves[1].save.failure is None:
+            saves[1].save.fail(OSError("a broken link"))
+    goes_on.set()
+    assert saves[0].join_publisher(60.0)
+    for one in saves:
+        assert one.outcome is Outcome.FAILED
+        assert "a broken link" in str(one.error) and "files were kept" in str(one.error)
+    assert (tmp_path / "c" / MANIFEST_NAME).exists() and verify(tmp_path / "c").good
+    ranks.close()
+
+
+def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of all ranks say how many bytes come: what a rank knows since then must not change that."""
+    record_of, goes_on, look = publications.record_of, threading.Event(), directory_publisher.require_files
+
+    def dawdling(directory: Path, manifest) -> None:
+        look(directory, manifest)
+        assert goes_on.wait(60.0)
+
+    def recorded(save: RankSave, **facts):
+        record = record_of(save, **facts)
+        if save.context.save_id.ordinal == 2 and save.context.rank == 0:
+            # The first one is over before the second one's records are read.
+            goes_on.set()
+            saves[0][0].join_publisher()
+        return record
+
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
+    monkeypatch.setattr(publications, "record_of", recorded)
+    ranks = RanksInTurn(2)
+    saves: list[list[Publication]] = [[], []]  # by rank
+    for number in range(2):
+        for rank, saver in enumerate(ranks.savers):
+            # Of rank 0's another layout, or nothing would be merged.
+            content = State({"v": torch.ones(9)}) if (rank, number) == (0, 1) else state(number, rank=rank)
+            saves[rank].append(saver.start(tmp_path / str(number), content))
+            assert saves[rank][number].save._durable.wait(60.0)
+        while not (saves[0][number].is_over if number else saves[0][0]._publisher):
+            for own in reversed(saves):
+                own[number].poll()
+    assert [one.outcome for own in saves for one in own] == [Outcome.PUBLISHED] * 4, saves[0][1].error
+    assert verify(tmp_path / "1").good
     ranks.close()

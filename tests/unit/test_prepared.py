@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.training import checkpointing
 
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
@@ -485,6 +486,15 @@ def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved
     assert keys == (objects[2].unique_key, objects[1].unique_key)
 
 
+def test_a_thin_state_dict_that_lacks_a_chunk_is_not_saved() -> None:
+    model, preparation, _ = with_extra_states(io.BytesIO(b"scales"))
+    (chunk,) = preparation.thin_models(leaves_out=False)
+    with pytest.raises(UnprovableError, match="did not ask for the state of all 1 model chunks"):
+        preparation.require_used()
+    assert "0._extra_state" in chunk.sharded_state_dict() and len(model) == 1
+    preparation.require_used()
+
+
 def test_a_layer_with_two_names_has_an_extra_state_under_each() -> None:
     """Megatron's T5 has its output layer as `output_layer`, and in `lm_head`."""
     layer = Extra(2, 2)
@@ -699,6 +709,79 @@ def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() ->
         preparation.tensors(lambda: nothing_promised, is_lazy=False)
 
 
+class World:
+    """Stands in for torch.distributed's."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ARGUMENTS: dict[str, Any] = {
+    "model": [make()],
+    "optimizer": no_optimizer(),
+    "args": types.SimpleNamespace(no_save_optim=True),
+    "model_sd_kwargs": {"metadata": {"singleton_local_shards": True}},
+    "optim_sd_kwargs": {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}},
+}
+
+
+def test_tensors_are_classified_anew_once_what_that_depends_on_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, times, stepped = make(), [0], set[int]()
+    preparation, call, _ = prepare(model)
+    monkeypatch.setattr(fences, "stepped_optimizers", lambda: frozenset(stepped))
+
+    def classifier() -> Any:
+        times[0] += 1
+        return nothing_promised
+
+    def saved(*, is_lazy: bool) -> int:
+        preparation.require_conditions(call)
+        preparation.require_unchanged(call)
+        preparation.tensors(classifier, is_lazy=is_lazy)
+        return times[0]
+
+    assert [saved(is_lazy=False), saved(is_lazy=False), saved(is_lazy=True)] == [1, 1, 2]
+    weight = model[0].weight.data  # kept, so that its memory is not used again
+    model[0].weight.data = weight.clone()
+    assert [saved(is_lazy=True), saved(is_lazy=True)] == [3, 3]
+    stepped.add(1)  # an optimizer of somebody else's may own any of them
+    assert [saved(is_lazy=True), saved(is_lazy=True)] == [4, 5]
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, "the world"])
+def test_a_save_with_other_arguments_is_not_prepared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    if name == "the world":
+        monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=World()))
+    with pytest.raises(UnprovableError, match="the arguments of the save have changed"):
+        preparation.require_conditions(call | {name: ARGUMENTS.get(name)})
+
+
+def test_a_save_whose_state_dict_somebody_else_makes_by_now_is_not_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    monkeypatch.setattr(checkpointing, "generate_state_dict", make)
+    with pytest.raises(UnprovableError, match="has wrapped or replaced Megatron's generate_state_dict"):
+        preparation.require_conditions(call)
+
+
+def test_after_a_prepared_save_that_came_to_nothing_the_next_one_is_full() -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    preparation.require_unchanged(call)
+    preparation.release()
+    with pytest.raises(UnprovableError, match="did not complete its preparation"):
+        preparation.require_conditions(call)
+
+
 def test_arguments_are_compared_by_their_values() -> None:
     one: list[Any] = [1, {"a": (2, None)}]
     noted = prepared._plain({"x": one})
@@ -717,6 +800,14 @@ def test_a_view_of_another_dtype_cannot_be_prepared() -> None:
     weight = torch.zeros(4)
     with pytest.raises(UnprovableError, match="'w' is made anew"):
         prepared._row("w", weight.view(torch.int16), {id(weight): 0})
+
+
+def test_a_negated_view_cannot_be_prepared() -> None:
+    """An address alone does not say that its values are to be negated."""
+    model = make()
+    model[0].weight.data = torch._neg_view(torch.ones(6, 4))
+    with pytest.raises(UnprovableError, match="a negated or conjugated view"):
+        prepare(model)
 
 
 def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:

@@ -12,10 +12,11 @@ import torch
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.directory import REMOVAL_NAME
+from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
+from megatron_datastates.pipeline.upkeep import left_overs as removing
 from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
@@ -131,6 +132,14 @@ def test_a_manifest_that_cannot_be_read_at_times_makes_no_left_overs(root, monke
     assert complete(root) == NUMBERS
 
 
+def test_the_manifest_that_was_read_is_durable_before_left_overs_go(root, monkeypatch):
+    """A crash could bring back an older one, which names them."""
+    left, synced = put(root, 300, DEAD.data_file_name(0), 9000), []
+    monkeypatch.setattr(removing, "sync_directory", lambda path: synced.append((path, left.exists())))
+    assert len(remove_left_overs(plan_prune(root, RetentionRules(keep_last=9)).left_overs)) == 1
+    assert synced == [(place(root, 300), True)] and not left.exists()
+
+
 @pytest.mark.parametrize("point", ["look at left-over", "remove left-over"])
 def test_an_error_while_left_overs_are_removed_says_where(root, point):
     put(root, 300, DEAD.data_file_name(0), 9000)
@@ -214,6 +223,37 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
+
+
+def test_a_save_that_begins_right_after_the_last_decision_is_kept(root, monkeypatch):
+    """What is removed was listed before that decision, which sees the files of saves that began earlier."""
+    decide, plans, resumed = pruning.plan_prune, [], Resumed(root)
+
+    def begun_after_the_last(*arguments):
+        plans.append(decide(*arguments))
+        if len(plans) == 2:
+            resumed.begin()
+        return plans[-1]
+
+    monkeypatch.setattr(pruning, "plan_prune", begun_after_the_last)
+    prune(root, RetentionRules(keep_last=4))
+    resumed.publish()
+    assert complete(root) == NUMBERS
+
+
+def test_what_megatron_writes_again_before_the_first_file_of_a_save_is_kept(root, monkeypatch):
+    common, reported = put(root, 100, COMMON_FILE, 9000), {}
+    at_point(monkeypatch, "remove file", lambda: common.write_bytes(b"of the save that begins"))
+    prune(root, RetentionRules(keep_last=4), stays=lambda one, why: reported.update({one.number: why}))
+    assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
+    assert common.read_bytes() == b"of the save that begins"
+
+
+def test_once_a_save_has_begun_files_of_others_are_kept(root, monkeypatch):
+    notes, resumed = put(root, 100, "notes.txt", 9000), Resumed(root)
+    at_point(monkeypatch, "sync removal of manifest", resumed.save)
+    prune(root, RetentionRules(keep_last=4))
+    assert notes.exists() and complete(root) == NUMBERS
 
 
 @pytest.mark.parametrize("number", [100, 500])

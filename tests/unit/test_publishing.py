@@ -407,6 +407,23 @@ def test_files_stay_once_a_manifest_named_them_though_another_one_is_in_its_plac
     assert_holds(runs.directory, 1)
 
 
+def test_a_rename_that_was_made_and_reported_as_failed_costs_no_file(tmp_path, monkeypatch):
+    """As of NFS, whose answer was lost."""
+    replace = os.replace
+
+    def replace_and_fail(source, target):
+        replace(source, target)
+        if target.name == MANIFEST_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", replace_and_fail)
+    saver = new_saver()
+    publication = save(saver, tmp_path, tensors(1))
+    saver.close()
+    assert publication.outcome is Outcome.FAILED and "its files were kept" in str(publication.error)
+    assert_holds(tmp_path, 1)
+
+
 def replaced_and_then_failing(runs: TwoRuns) -> None:
     (runs.directory / MANIFEST_NAME).rename(runs.directory / "first")
     (runs.directory / MANIFEST_NAME).write_bytes(b"of another run, not synced")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+import threading
 import weakref
 
 import numpy as np
@@ -21,7 +22,19 @@ from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, SMALL, Chained, State, bits, data_files, new_saver, random_tensor, save
+from megatron_datastates.providers.streams import StreamSource
+from tests.unit.states import (
+    OPTIONS,
+    SMALL,
+    Chained,
+    State,
+    Yields,
+    bits,
+    data_files,
+    new_saver,
+    random_tensor,
+    save,
+)
 
 
 def fresh(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
@@ -99,6 +112,30 @@ def test_what_was_copied_before_the_save_returned_is_not_kept(tmp_path):
     assert publication.wait() is Outcome.PUBLISHED
     assert stored(tmp_path / "c") == expected
     assert is_lazy_kept() is None
+
+
+@pytest.mark.parametrize("tensors", [Mutability.NOW, Mutability.AT_FENCE], ids=lambda m: m.name)
+def test_a_fence_waits_for_streams_although_a_poll_saw_that_tensors_were_copied(saver, tmp_path, tensors):
+    begun, goes_on, content = threading.Event(), threading.Event(), bytearray(b"before")
+
+    def writer(write):
+        begun.set()
+        goes_on.wait(60.0)
+        write(content)
+
+    written = Yields(StreamSource("s", writer, Mutability.AT_FENCE))
+    state = Chained(State({"w": torch.ones(9)}, mutability=tensors), written)
+    publication = saver.start(tmp_path / "c", state)
+    assert begun.wait(60.0)
+    while not all(file.sources_copied() for file in publication.save._files):
+        publication.poll()
+    publication.poll()
+    threading.Timer(0.2, goes_on.set).start()
+    FENCE.wait("the step")
+    content[:] = b"after!"
+    assert publication.wait() is Outcome.PUBLISHED
+    stream = Checkpoint.open(tmp_path / "c", OPTIONS).open_stream("s")
+    assert b"".join(map(bytes, stream)) == b"before"
 
 
 def test_an_interrupted_fence_holds_the_next_step_too(tmp_path):

@@ -6,8 +6,9 @@ Protocol, for each directory, oldest first:
   2. rename the manifest to REMOVAL_NAME. If it is not the one that was read, a save has published
      meanwhile: put it back (never in place of a newer one), and keep the directory;
   3. sync the directory: from now on it is not a checkpoint, and REMOVAL_NAME shows the next call why;
-  4. remove what is on the list, REMOVAL_NAME last, then the directory itself, and sync its parent. If a
-     save has begun meanwhile, its files, the directory and files of others are kept.
+  4. remove what is on the list, REMOVAL_NAME last, then the directory itself (what a crash brings back of
+     it, a later call removes). If a save has begun meanwhile, its files, the directory and files of others
+     are kept.
 A kill leaves a complete checkpoint, or an incomplete directory that a later call removes. Only a kill (or
 a crash of the machine) within step 2, while a save publishes at that moment, loses what that save has
 published: its files are kept until they are MIN_AGE_SECONDS old, and `repair` rebuilds its manifest.
@@ -16,8 +17,8 @@ Left-overs in directories that are kept: left_overs.py.
 tests/model/ searches all interleavings of these protocols with saves of ours.
 
 Checkpoints of other formats go by the same protocol, with the format's index (`.metadata`) in place of the
-manifest. Their saves give files the same names again, so step 4 stops at a file that is not the one that was
-listed.
+manifest. Their saves give files the same names again, as ours do with files of Megatron's, so step 4 stops at
+a file that is not the one that was listed.
 
 Object stores: the same rules, for checkpoints of ours; the protocol is prune_objects.py's.
 """
@@ -160,12 +161,14 @@ class _Removal:
             if self._has_begun():
                 return "the old checkpoint is gone; a save into it has begun meanwhile"
             raise
-        sync_directory(self._path.parent)
         return None
 
     def _is_overwritten(self, name: str) -> bool:
-        """Returns whether a file of another format, whose name a save uses again, is another one by now."""
-        return not self._is_ours and status_of(self._path / name) not in (None, self._listed[name])
+        """Returns whether a file, whose name a save uses again, is another one by now.
+
+        All of another format's are; of ours those of Megatron, which writes them before our first file.
+        """
+        return status_of(self._path / name) not in (None, self._listed[name])
 
     def _has_begun(self) -> bool:
         """Returns whether a save has made files since the directory was listed; they have new names."""
