@@ -145,7 +145,7 @@ def _start(
             f"{directory}: expected a directory of a file system; only Megatron's training loop saves to "
             "object stores"
         )
-    saver = saver_for(options_of_call(options))
+    saver = saver_for(options_of_call(options, "save"))
     with trainer_held("start"):
         publication = saver.start(
             path_of(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
@@ -198,7 +198,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
             `into` may have been filled in part.
     """
     _check_path(directory)
-    chosen = options_of_call(options)
+    chosen = options_of_call(options, "load")
     with reported_load(directory, lambda: chosen) as tracker:
         checkpoint = Checkpoint.open(directory, chosen)
         tracker.follow(checkpoint)

@@ -371,16 +371,22 @@ class Options:
         return cls(**values)
 
 
-# Options of saves and loads through Megatron only, and what other calls do instead.
-_THROUGH_MEGATRON = {
-    "providers": "to ds.save and ds.load, pass state providers as values of the state (docs/providers.md)",
-    "near": "other calls write to the directory that they are given",
-    "while_saving": "in other programs, ask whether the handle of the last save is `done`",
-    "fallback": "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run",
+# Options without effect in calls that save or load what they are given, and what to do instead.
+_PROVIDERS = {
+    "providers": "to ds.save and ds.load, pass state providers as values of the state (docs/providers.md)"
+}
+_NOT_IN_CALLS: dict[Literal["save", "load"], dict[str, str]] = {
+    "save": _PROVIDERS
+    | {
+        "near": "other calls write to the directory that they are given",
+        "while_saving": "in other programs, ask whether the handle of the last save is `done`",
+    },
+    "load": _PROVIDERS
+    | {"fallback": "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run"},
 }
 
 
-def options_of_call(options: Mapping[str, Any]) -> Options:
+def options_of_call(options: Mapping[str, Any], call: Literal["save", "load"]) -> Options:
     """Reads the options of a call that saves or loads what it is given.
 
     Raises:
@@ -388,7 +394,7 @@ def options_of_call(options: Mapping[str, Any]) -> Options:
             without an error, providers' state would be lost, or a near tier missed.
     """
     read = Options.from_environment(options)
-    for name, advice in _THROUGH_MEGATRON.items():
+    for name, advice in _NOT_IN_CALLS[call].items():
         if name in options and getattr(read, name) != Options.__dataclass_fields__[name].default:
             raise OptionError(
                 f"{name}={options[name]!r}: this option is for saves and loads through Megatron; {advice}"

@@ -52,7 +52,7 @@ class DataStatesReader(CheckpointReader):
         FileSystemReader.__init__(self, directory_of(path))  # a checkpoint is opened by each load
         self._boxes, self._states = {}, None
         self._failure = ""  # of this load's first attempt to open the checkpoint
-        self._options = options_of_call(options)
+        self._options = options_of_call(options, "load")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(directory_of(checkpoint_id) if checkpoint_id else None)

@@ -71,7 +71,7 @@ class DataStatesWriter(StorageWriter):
             DataStatesError: `path` is a URL.
         """
         self._directory = directory_of(path)
-        self._options = options_of_call(options)
+        self._options = options_of_call(options, "save")
         self._name = uuid.uuid4().hex  # DCP's own id of the save, for its log
         # On the coordinator, from `prepare_global_plan` and from `write_data` to `finish`:
         self._save_id: SaveId | None = None

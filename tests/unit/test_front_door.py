@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -305,12 +305,19 @@ def test_providers_in_an_option_are_refused_rather_than_left_out(tmp_path: Path)
             of_dcp(tmp_path / "ck", **given)
 
 
-@pytest.mark.parametrize("option", [{"near": "/fast"}, {"while_saving": "skip"}, {"fallback": "2"}], ids=str)
-def test_options_that_would_have_no_effect_are_refused(tmp_path: Path, option: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [(ds.save, {"near": "/fast"}), (ds.save, {"while_saving": "skip"}), (ds.load, {"fallback": "2"})],
+)
+def test_options_that_would_have_no_effect_are_refused(
+    tmp_path: Path, call: Callable[..., Any], option: dict[str, str]
+) -> None:
+    given: list[Any] = [{}, tmp_path / "ck"] if call is ds.save else [tmp_path / "ck"]
     with pytest.raises(OptionError, match=f"{next(iter(option))}='.*for saves and loads through Megatron"):
-        ds.save({}, tmp_path / "ck", **option)
+        call(*given, **option)
     assert not (tmp_path / "ck").exists()
-    ds.save({}, tmp_path / "ck", near="", while_saving="wait", fallback=0)
+    ds.save({}, tmp_path / "ck", near="", while_saving="wait", fallback=2)
+    ds.load(tmp_path / "ck", while_saving="skip", fallback=0)
 
 
 def test_importing_the_package_imports_neither_torch_nor_anything_of_ours() -> None:
