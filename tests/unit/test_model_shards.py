@@ -56,3 +56,14 @@ def test_views_of_a_parameter_are_its_shards(axis: int) -> None:
 )
 def test_what_is_no_whole_parameter_is_not_taken_for_one(tensors: dict[str, torch.Tensor]) -> None:
     assert found(**tensors) == ("", [])
+
+
+def test_tensors_of_other_memory_are_no_views_where_both_were_released() -> None:
+    """As by a program that offloads its model: all that it has released is at address 0."""
+    buffers = torch.zeros(100), torch.zeros(100)
+    param, other = (torch.nn.Parameter(buffer[20:44].view(6, 4)) for buffer in buffers)
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(0)
+    states = stored(other=other), stored(other=other, same=param.detach())
+    names = [ModelShards(state).name_and_shards(param)[0] for state in states]
+    assert names == ["", "same"]  # compared alone: pytest would print the tensors

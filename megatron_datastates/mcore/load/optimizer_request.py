@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -82,6 +83,8 @@ def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:
     carrier = state.get(CARRIER)
     if isinstance(carrier, ShardedObject):
         shards = ModelShards(model_state)
+        # The carrier must not refer to itself: all that its state dict holds would stay until a collection.
+        state = {**state, CARRIER: weakref.proxy(carrier)}
         describe = functools.partial(describe_buckets, optimizer, state, shards)
         setattr(carrier, _ATTRIBUTE, OwnBuckets(describe, [item for _, item in shards.named.values()]))
 

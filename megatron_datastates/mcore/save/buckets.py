@@ -122,27 +122,32 @@ class ModelShards:
     def _views_of(self, param: torch.Tensor) -> tuple[str, tuple[ParameterShard, ...]]:
         if not _is_plain(param):
             return "", ()
-        begins, views = self._by_address.get((param.device, param.dtype), ([], []))
-        begin = param.data_ptr()
+        begins, views = self._by_place.get(_memory_of(param), ([], []))
+        begin = int(param.storage_offset())
         first = bisect.bisect_left(begins, begin)
-        end = bisect.bisect_left(begins, begin + param.numel() * param.element_size())
+        end = bisect.bisect_left(begins, begin + param.numel())
         shards = [
-            _shard(item, (address - begin) // param.element_size(), item.data.stride())
-            for address, (_, item) in zip(begins[first:end], views[first:end], strict=True)
+            _shard(item, at - begin, item.data.stride())
+            for at, (_, item) in zip(begins[first:end], views[first:end], strict=True)
         ]
         return (views[first][0], tuple(shards)) if shards and cover(shards, param.numel()) else ("", ())
 
     @functools.cached_property
-    def _by_address(self) -> dict[Any, tuple[list[int], list[Named]]]:
-        """Sharded tensors that have memory, in its order, by device and dtype."""
+    def _by_place(self) -> dict[Any, tuple[list[int], list[Named]]]:
+        """Sharded tensors by memory, in its order, each with where it begins there, in elements."""
         found: dict[Any, list[tuple[int, Named]]] = {}
         for name, item in self.named.values():
             if isinstance(item, ShardedTensor) and _is_plain(item.data) and item.data.numel():
-                kind = item.data.device, item.data.dtype
-                found.setdefault(kind, []).append((item.data.data_ptr(), (name, item)))
+                begin = int(item.data.storage_offset())
+                found.setdefault(_memory_of(item.data), []).append((begin, (name, item)))
         for placed in found.values():
             placed.sort(key=lambda one: one[0])
         return {kind: tuple(map(list, zip(*placed, strict=True))) for kind, placed in found.items()}  # type: ignore[misc]
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    # Not an address: storages that were released, as while a model is offloaded, all have the same.
+    return tensor.untyped_storage()._cdata, tensor.dtype
 
 
 def _is_plain(tensor: Any) -> bool:
