@@ -40,7 +40,7 @@ from megatron_datastates.pipeline.loading.filling import (
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps
-from megatron_datastates.plan.boxes import cut_box
+from megatron_datastates.plan.boxes import Box, cut_box
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
 from megatron_datastates.providers.objects import ObjectSource
@@ -247,7 +247,7 @@ class _FragmentBox(_Box):
         number = find(entry, item.storage_index)
         shape = tuple(entry.shapes[number].tolist())
         box = tuple(item.storage_offsets), tuple(item.lengths)
-        if len(box[0]) != len(shape) or any(o + n > size for o, n, size in zip(*box, shape, strict=True)):
+        if 0 not in box[1] and not _is_within(box, shape):  # torch asks for empty ones anywhere
             raise FormatError(  # what lies there are the bytes of other tensors
                 f"tensor {item.storage_index.fqn!r}: the load plan asks for {box[1]} at {box[0]} of a "
                 f"fragment of shape {shape}: it was made of other metadata than those of "
@@ -388,6 +388,10 @@ def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
             group, size = [], 0
     if group:
         yield group
+
+
+def _is_within(box: Box, shape: Sequence[int]) -> bool:
+    return len(box[0]) == len(shape) and all(o + n <= s for o, n, s in zip(*box, shape, strict=True))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -619,6 +619,20 @@ def test_a_plan_that_leaves_its_fragment_is_refused(tmp_path: Path) -> None:
     assert not memory.any()
 
 
+def test_a_plan_may_ask_for_nothing_anywhere(tmp_path: Path) -> None:
+    """As torch's planner does where a rank has no part of a tensor."""
+
+    class Nothing(Placed):
+        def create_local_plan(self) -> LoadPlan:
+            items = super().create_local_plan().items
+            return LoadPlan([dataclasses.replace(item, lengths=torch.Size([0])) for item in items])
+
+    save({"w": torch.ones(4)}, tmp_path)
+    planner = Nothing(memory := torch.zeros(4), more=9)
+    dcp.load({"w": torch.zeros(4)}, storage_reader=DataStatesReader(tmp_path), planner=planner)
+    assert not memory.any()
+
+
 def test_columns_of_one_tensor_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
     halves = [whole[:, :4], whole[:, 4:]]
