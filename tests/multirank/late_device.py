@@ -60,8 +60,7 @@ class LateDevice:
 
     def _redirect(self) -> None:
         Collectives._transport = classmethod(lambda cls: self)  # type: ignore[assignment,method-assign]
-        for name in ("all_reduce", "gather"):
-            setattr(dist, name, self._enqueued(getattr(dist, name)))
+        dist.all_reduce = self._enqueued(dist.all_reduce)
         poll = Publication.poll
 
         def polled(publication: Publication) -> Outcome:
