@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import hybrid_layers
 import latent_attention
 import torch
 from megatron.core import parallel_state
@@ -76,38 +77,22 @@ def build_hybrid(config: TransformerConfig, vocabulary: int) -> torch.nn.Module:
     assert "megatron.core.ssm.mamba_mixer" not in sys.modules or "mamba_ssm" in sys.modules
     install(MAMBA)
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     hybrid_block.TENorm = WrappedTorchNorm  # the last norm, which no description names
-    whole = get_gpt_layer_local_spec().submodules
     mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mamba = MambaLayerSubmodules(
         norm=WrappedTorchNorm,
         mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
         mamba_bda=get_bias_dropout_add,
     )
-    attention = TransformerLayerSubmodules(
-        input_layernorm=whole.input_layernorm,
-        self_attention=whole.self_attention,
-        self_attn_bda=get_bias_dropout_add,
-    )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=whole.pre_mlp_layernorm,
-        mlp=get_mlp_module_spec(use_te=False),
-        mlp_bda=get_bias_dropout_add,
-    )
     layers = HybridStackSubmodules(
-        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba), **hybrid_layers.layers()
     )
     return HybridModel(
         config,

@@ -22,6 +22,7 @@ def build_model(
 ) -> Any:
     """Builds the model, as `build_model` of pretrain_tiny.py."""
     from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.training import get_args
@@ -31,7 +32,7 @@ def build_model(
     args = get_args()
     return HybridModel(
         config or core_transformer_config_from_args(args),
-        _stack(),
+        ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers())),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         hybrid_layer_pattern=args.hybrid_layer_pattern,
@@ -42,10 +43,10 @@ def build_model(
     )
 
 
-def _stack() -> ModuleSpec:
+def layers() -> dict[str, ModuleSpec]:
+    """Returns the descriptions of attention and MLP, for `HybridStackSubmodules`."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -63,8 +64,7 @@ def _stack() -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
         **named,
     )
-    layers = HybridStackSubmodules(
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-    )
-    return ModuleSpec(module=HybridStack, submodules=layers)
+    return {
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
