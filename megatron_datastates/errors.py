@@ -54,6 +54,16 @@ def some_of(texts: Sequence[str], most: int) -> str:
     return ", ".join(texts[:most]) + more
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Returns whether something ends what runs here, so that its caller must see it.
+
+    KeyboardInterrupt, SystemExit, and what other threads raise in this one, such as the `RankShouldRestart`
+    of nvidia-resiliency-ext. The errors of torch's DCP and of Rust are no Exceptions, either, but errors.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not isinstance(error, Exception) and names.isdisjoint(("CheckpointException", "PanicException"))
+
+
 def forget_frames(error: BaseException) -> None:
     """Removes the tracebacks of an error and of all that led to it: their frames keep tensors alive.
 

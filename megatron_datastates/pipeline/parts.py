@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 
 from megatron_datastates.config import Options
-from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.errors import SaveFailedError, is_interrupt
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing.collectives import Collectives
@@ -76,7 +76,7 @@ class PartSaver(Saver):
         except BaseException as error:
             save.fail(error)
             save.cancel_and_remove("the call that saves was interrupted")
-            if not isinstance(error, Exception):
+            if is_interrupt(error):
                 raise
         finally:
             with self.session.turn.lock:

@@ -21,7 +21,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
-from megatron_datastates.errors import DataStatesError, OptionError, raise_from
+from megatron_datastates.errors import DataStatesError, OptionError, is_interrupt, raise_from
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.near.tier import NearTier
@@ -140,7 +140,7 @@ class Saver:
                 name one; the call then comes after the save is published.
 
         Raises:
-            KeyboardInterrupt, SystemExit: which end the save.
+            BaseException: KeyboardInterrupt and the like (errors.is_interrupt), which end the save.
             DataStatesError: another save is being started or polled, further up the stack.
         """
         session, turn, options = self.session, self.session.turn, self.options
@@ -188,12 +188,11 @@ class Saver:
             save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context))
             if await_copies:
                 save.await_copies()
-        except (KeyboardInterrupt, SystemExit) as error:
+        except BaseException as error:
             save.fail(error)  # polls of later saves end this one
-            save.cancel_and_remove(f"interrupted by {type(error).__name__}")
-            raise
-        except BaseException as error:  # torch and pyo3 have errors that are no Exception
-            save.fail(error)
+            if is_interrupt(error):
+                save.cancel_and_remove(f"interrupted by {type(error).__name__}")
+                raise
         finally:
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
 

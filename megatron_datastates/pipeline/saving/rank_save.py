@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
-from megatron_datastates.errors import DataStatesError, forget_frames
+from megatron_datastates.errors import DataStatesError, forget_frames, is_interrupt
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
@@ -134,7 +134,7 @@ class RankSave:
             if self._finisher is None:
                 self.tail.drop_sources()
             self._cancel(str(error))
-            if not isinstance(error, Exception):  # an interrupt: nobody will poll this save
+            if is_interrupt(error):  # nobody will poll this save
                 self.cancel_and_remove(f"interrupted by {type(error).__name__}")
                 raise
 
