@@ -41,6 +41,8 @@ from megatron_datastates.files import (
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
+    LEGACY,
+    LEGACY_FOLDER,
     METADATA_NAME,
     RELEASE_NAME,
     TORCH_DIST,
@@ -153,7 +155,9 @@ def _format_by_names(path: Path) -> str:
         return "unknown"
     if any(name.endswith(".distcp") for name in names):
         return TORCH_DIST
-    return BACKEND if any(map(is_own_file_name, names)) else "unknown"
+    if any(map(is_own_file_name, names)):
+        return BACKEND
+    return LEGACY if any(name.startswith(LEGACY_FOLDER) for name in names) else "unknown"
 
 
 def format_of(directory: str | os.PathLike[str]) -> str | None:
@@ -294,7 +298,7 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
         reason = f"{path} cannot be looked at: {error.strerror}"
         raise StorageError(reason, code=error.errno or 0, path=str(path)) from error
     # Megatron's formats `torch` and `torch_dcp` have no metadata.json.
-    if any(name == TORCH_DIST_INDEX or name.startswith("mp_rank_") for name in names):
+    if any(name == TORCH_DIST_INDEX or name.startswith(LEGACY_FOLDER) for name in names):
         return True
     is_unfinished = any(map(is_own_file_name, names))  # of ours
     return not is_unfinished and not set(names) <= {METADATA_NAME, COMMON_FILE}
