@@ -233,7 +233,7 @@ def _is_resume(purpose: str) -> bool:
 
 
 def _has_resumed(purpose: str) -> bool:
-    """Returns the same of an open load, which may have found a `release`: Megatron takes weights from it."""
+    """Returns whether an open load has continued a run, not taken weights from a `release` that it found."""
     directory = state.current().directory
     return _is_resume(purpose) and (directory is None or any_path(directory).name != RELEASE_NAME)
 

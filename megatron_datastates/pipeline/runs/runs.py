@@ -79,7 +79,7 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
 
 
 def find_answered(root: str | os.PathLike[str]) -> list[Iteration]:
-    """Returns the same in an object store, for callers that remove: only an answer says that there is none.
+    """Returns the iterations in an object store, for callers that remove: only an answer says what is absent.
 
     Complete are those that have a manifest of ours.
 
@@ -139,7 +139,11 @@ def format_seen(path: Path) -> str:
 
 
 def format_answered(path: Path) -> str:
-    """Returns the same in an object store. Raises OSError if the store does not answer what decides."""
+    """Returns the format of a directory in an object store.
+
+    Raises:
+        OSError: the store does not answer what decides.
+    """
     backend = _answered_backend(path)
     if backend and backend != TORCH_DIST:
         return backend
@@ -245,7 +249,10 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
 
 
 def may_be_ours(directory: str | os.PathLike[str]) -> bool:
-    """Returns the same, also if the files that say so are damaged or missing, on this rank perhaps alone."""
+    """Returns whether the directory is ours, or would be with files that are damaged or missing.
+
+    That may be so on this rank alone.
+    """
     if is_ours(directory):
         return True
     try:
@@ -312,7 +319,7 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
 
 
 def _answered_backend(directory: str | os.PathLike[str]) -> str | None:
-    """Returns the same. Raises OSError if that cannot be looked at."""
+    """Returns the format that metadata.json names, or None. Raises OSError if it cannot be looked at."""
     try:
         backend = metadata_members(directory).get("sharded_backend")
     except FormatError:
@@ -351,7 +358,7 @@ def tracked_iteration(tracker: Path) -> int | None:
 
 
 def read_tracked(tracker: Path) -> int | None:
-    """Returns the same.
+    """Returns the iteration that a tracker file names; None if there is no such file, or no number in it.
 
     Raises:
         OSError: it is there and cannot be read.
@@ -363,7 +370,9 @@ def read_tracked(tracker: Path) -> int | None:
 
 
 def require_tracked(tracker: Path) -> int | None:
-    """Returns the same for callers that remove what is not tracked: None without a tracker or for `release`.
+    """Returns the iteration that a tracker names, for callers that remove what is not tracked.
+
+    None without a tracker, or if it says `release`.
 
     Raises:
         StorageError: it is there and cannot be read.
