@@ -18,8 +18,8 @@ from megatron_datastates.errors import OptionError
 from megatron_datastates.files import is_object, path_of
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
-_SWITCH = "ENABLE"  # a variable that is no option: saves through torch_dist are ours (mcore/switch.py)
-_SWITCHES = dict.fromkeys(["on", "1", "true", "yes"], True) | dict.fromkeys(
+SWITCH = ENVIRONMENT_PREFIX + "ENABLE"  # no option: saves through torch_dist are ours (mcore/switch.py)
+_ON_OR_OFF = dict.fromkeys(["on", "1", "true", "yes"], True) | dict.fromkeys(
     ["off", "0", "false", "no"], False
 )
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -30,12 +30,10 @@ _MOST_BYTES = 1 << 63
 
 def is_switched_on() -> bool:
     """Returns whether MEGATRON_DATASTATES_ENABLE is on. Raises OptionError if it has another value."""
-    text = os.environ.get(ENVIRONMENT_PREFIX + _SWITCH, "")
-    if text and text.lower() not in _SWITCHES:
-        raise OptionError(
-            f"environment variable {ENVIRONMENT_PREFIX + _SWITCH}={text!r}: expected 1 or 0, on or off"
-        )
-    return bool(text) and _SWITCHES[text.lower()]
+    text = os.environ.get(SWITCH, "")
+    if text and text.lower() not in _ON_OR_OFF:
+        raise OptionError(f"environment variable {SWITCH}={text!r}: expected 1 or 0, on or off")
+    return bool(text) and _ON_OR_OFF[text.lower()]
 
 
 def parse_bytes(text: str) -> int:
@@ -71,9 +69,9 @@ def _slot_size(text: str) -> int:
 
 
 def _on_off(text: str) -> bool:
-    if text.lower() not in _SWITCHES:
+    if text.lower() not in _ON_OR_OFF:
         raise ValueError("expected on or off")
-    return _SWITCHES[text.lower()]
+    return _ON_OR_OFF[text.lower()]
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -356,7 +354,8 @@ class Options:
         Raises:
             OptionError: a value is invalid, or there is no such variable or option.
         """
-        _require_known(environment, [_SWITCH, *(field.name.upper() for field in dataclasses.fields(cls))])
+        own = [field.name.upper() for field in dataclasses.fields(cls)]
+        _require_known(environment, [SWITCH.removeprefix(ENVIRONMENT_PREFIX), *own])
         values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())

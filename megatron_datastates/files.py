@@ -179,7 +179,7 @@ def is_denied(error: Exception) -> bool:
 
 
 def is_out_of_reach(error: Exception) -> bool:
-    """Returns the same, but not of a disk's I/O error: that shows damage, a store's does not."""
+    """Returns what `is_denied` does, but not of a disk's I/O error: that shows damage, a store's does not."""
     path = getattr(error, "path", "") or getattr(error, "filename", None) or ""
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     return is_denied(error) and (code != errno.EIO or is_object(path))

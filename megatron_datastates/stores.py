@@ -92,7 +92,7 @@ class ObjectPath(PosixPath):
         return os.stat_result((_OBJECT_MODE, 0, 0, 1, 0, 0, found.content_length, int(at), int(at), int(at)))
 
     def lstat(self) -> os.stat_result:
-        """Returns the same."""
+        """Returns what `stat` returns: there are no links."""
         return self.stat()
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
@@ -151,7 +151,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def any_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the same for what another program reads, which may be no directory of ours and must not fail.
+    """Returns a Path of the right kind for what another program reads, which must not fail.
 
     A URL of another kind becomes a path at which there is nothing.
 
@@ -278,7 +278,7 @@ def names_below(path: Path) -> list[str]:
 
 
 def folders_below(path: Path) -> list[str]:
-    """Returns the same of those alone that have objects below them; none without an error."""
+    """Returns the names right below a path that have objects below them, in order; perhaps none."""
     return sorted({name for name, is_folder in _list(path) if is_folder})
 
 

@@ -102,7 +102,7 @@ class Engine {
     Clock::time_point lazy_from{};  // when lazy chunks may be copied
     bool looks = false;             // the tripwire's second look is due, before the first lazy chunk
     bool busy = false;              // a thread looks; others take the next batch
-    bool appended = false;          // added to a file that was begun; see TakeTask
+    bool appended = false;          // added to a file that was begun; see Choose
     // The first of two passes: chunks are only checksummed. The job's other batches wait for its end.
     bool first_pass = false;
     size_t checksummed = 0;  // chunks of the first pass

@@ -24,10 +24,10 @@ from megatron_datastates.cli.shared import (
     size_text,
 )
 from megatron_datastates.config import GIB, MIB
+from megatron_datastates.engine.memory import POOL_SHARE
 from megatron_datastates.errors import DataStatesError, OptionError, some_of
 from megatron_datastates.sizing.arguments import Arguments, flags_in, read_arguments
 from megatron_datastates.sizing.planning import (
-    POOL_SHARE,
     Grid,
     Plan,
     Storage,

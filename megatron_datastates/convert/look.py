@@ -36,6 +36,7 @@ from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
     COMMON_STATE_KEY,
+    LEGACY,
     METADATA_NAME,
     REMOVAL_NAME,
     TORCH_DIST,
@@ -322,6 +323,8 @@ def _describe(look: Look, record: Record | None) -> None:
 def _look_at_other(look: Look) -> None:
     if not names_in(look.path):
         raise _FoundError(UNFINISHED, _EMPTY)
+    if look.format == LEGACY:
+        raise _FoundError(UNREADABLE, "it is of Megatron's legacy format, which only Megatron reads")
     if stored_backend(look.path) is None:
         raise _FoundError(UNFINISHED, "it holds no checkpoint of a known format")
 

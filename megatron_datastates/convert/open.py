@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.files import is_object, names_in, path_of, require_utf8
-from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import BACKEND, LEGACY, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs.run_folders import what_is_below
 from megatron_datastates.pipeline.runs.runs import format_of, format_seen, require_readable
 
@@ -56,6 +56,11 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
         raise NotACheckpointError(
             f"{path} holds a checkpoint of {TORCH_DIST} or DCP whose {TORCH_DIST_INDEX} is missing: nothing "
             "else says where its tensors are. Restore that file, or choose another checkpoint"
+        )
+    if seen == LEGACY:
+        raise NotACheckpointError(
+            f"{path} holds a checkpoint of Megatron's legacy format (--ckpt-format {LEGACY}), which only "
+            "Megatron reads: let a run resume from it, and save in another format"
         )
     known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
     known = known or ("" if names_in(path) else " (it is empty)")

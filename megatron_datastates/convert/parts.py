@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.format.values import is_of_optimizer
 
 _LAYERS = re.compile(r"(?P<stack>(?:^|\.)layers)\.(?:(?P<number>\d+)\.)?")
 _STATE = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?\.(?:\d+\.)?state\.")
@@ -33,7 +34,6 @@ _LAST = frozenset(
 )
 _WRAPPED = "module"  # begins a parameter's name in Megatron-FSDP, and is no state's name
 _MOST_LAYERS = 1 << 16  # an index that is damaged or hostile may say anything
-_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.|^optim\.")
 _GENERATORS = re.compile(r"rng_state[./]")  # tensors only where DCP saves
 GENERATORS = "random generators"
 
@@ -82,11 +82,6 @@ def _state_of(key: str) -> _State | None:
 def is_state(key: str) -> bool:
     """Returns whether a tensor is optimizer state that is stored by parameter, not in buckets."""
     return _state_of(key) is not None
-
-
-def is_of_optimizer(key: str) -> bool:
-    """Returns whether a tensor or an object belongs to the optimizer."""
-    return _OPTIMIZER.search(key) is not None
 
 
 def is_of_generators(key: str) -> bool:

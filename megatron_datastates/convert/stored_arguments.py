@@ -111,9 +111,14 @@ def training_arguments(source: Source) -> dict[str, Any]:
 
 
 def arguments_in(data: bytes, where: str) -> dict[str, Any]:
-    """Returns the same from the bytes of a common state, or of the arguments alone, as torch.save wrote them.
+    """Returns the arguments in a common state, or those that were saved alone.
 
-    Raises the same.
+    Args:
+        data: what torch.save wrote.
+        where: what that is, for the message.
+
+    Raises:
+        As training_arguments.
     """
     found = _stored(data, where)
     found = found.get("args") if isinstance(found, dict) else found

@@ -36,7 +36,6 @@ from megatron_datastates import stores
 from megatron_datastates.convert.integrity_file import encode_sums, renewed_sums, require_sums, stored_sums
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.parts import is_of_optimizer
 from megatron_datastates.convert.rewriting import Rewriting, names_in_index, rewriting_of
 from megatron_datastates.convert.sinks.sink import Progress, write_synced
 from megatron_datastates.convert.sinks.target import require_scratch
@@ -55,7 +54,13 @@ from megatron_datastates.files import (
     status_of,
 )
 from megatron_datastates.format.directory import BACKEND, INTEGRITY_NAME, JOURNAL_NAME, TORCH_DIST_INDEX
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_optimizer_map, save_id_in_name
+from megatron_datastates.format.values import (
+    MANIFEST_NAME,
+    SaveId,
+    is_of_optimizer,
+    is_optimizer_map,
+    save_id_in_name,
+)
 from megatron_datastates.pipeline.runs.runs import stored_bytes
 
 

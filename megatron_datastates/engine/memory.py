@@ -15,7 +15,7 @@ from megatron_datastates.config import MIB, Options
 
 _HOST_SLOT_BYTES, _DEVICE_SLOT_BYTES = 2 * MIB, 8 * MIB
 _FEWEST_DEVICE_SLOTS = 8
-_SHARE = 0.25  # of the free memory, for all ranks of a node together
+POOL_SHARE = 0.25  # of the free memory, for all ranks of a node together
 # Variables with the number of this job's processes on this node, set by torchrun, Open MPI and Slurm (with
 # and without --ntasks-per-node). The launcher closest to the process comes first.
 _LOCAL_RANKS = (
@@ -46,7 +46,7 @@ def slot_bytes(options: Options, on_gpu_machine: bool) -> int:
 
 def most_slots(staging_memory: int, slot_size: int, ranks: int) -> int:
     """Returns the slots in the budget, at least two; `staging_memory` 0 means a share of free memory."""
-    budget = staging_memory or int(free_bytes() * _SHARE / max(ranks, 1))
+    budget = staging_memory or int(free_bytes() * POOL_SHARE / max(ranks, 1))
     return max(2, budget // slot_size)
 
 

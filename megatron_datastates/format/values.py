@@ -10,7 +10,7 @@ from megatron_datastates.errors import FormatError
 
 FORMAT_VERSION = 2  # that is written
 READABLE_VERSIONS = (1, 2)
-ALIGNMENT = 4096  # of the header, the objects' region, the footer and the file's size
+ALIGNMENT = 4096  # of the header, the tail, the footer and the file's size
 BLOCK_BYTES = 1 << 20  # covered by one checksum
 SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
 LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
@@ -45,6 +45,7 @@ DTYPES: dict[str, tuple[int, int]] = {
 }
 DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 
+_OF_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.|^optim\.")
 _SAVE_ID = r"(?P<run>[0-9a-f]{16})-(?P<ordinal>\d{1,20})"
 _DATA_NAME = re.compile(rf"data-\d{{5,9}}(?:\.[1-9]\d?)?-{_SAVE_ID}\.bin", re.ASCII)
 _TEMPORARY_NAME = re.compile(rf"\.datastates-[\w.-]+-{_SAVE_ID}\.tmp", re.ASCII)
@@ -56,6 +57,11 @@ _LEFT_BY_ANY = re.compile(r"\.datastates-[\w.-]+\.tmp", re.ASCII)
 def is_optimizer_map(key: str) -> bool:
     """Returns whether an object is an optimizer map, which Megatron must not see: it would be unexpected."""
     return key.endswith(f".{OPTIMIZER_MAP_NAME}/shard_0_1")
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Returns whether a tensor or an object is an optimizer's, as Megatron names it, or a program of DCP."""
+    return _OF_OPTIMIZER.search(key) is not None
 
 
 def element_bytes(dtype: str) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError
+from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.mcore.hooks.calls import Parameters
 
-FORMAT = "datastates"
 MANAGER = "megatron_datastates.mcore.bridge.CheckpointManager"
 _SAVE = "save_checkpoint_and_time"
 _loops = 0  # calls of Bridge's `train` that have not returned
@@ -34,10 +34,10 @@ def adopt(config: Any) -> bool:
     Raises:
         OptionError: it also selects something that excludes our format.
     """
-    if config.ckpt_format == FORMAT:
+    if config.ckpt_format == BACKEND:
         if config.custom_manager_class not in (None, MANAGER):
             raise OptionError(
-                f"checkpoint.ckpt_format='{FORMAT}' and checkpoint.custom_manager_class="
+                f"checkpoint.ckpt_format='{BACKEND}' and checkpoint.custom_manager_class="
                 f"{config.custom_manager_class!r}: leave one of them out, or derive that class from "
                 f"{MANAGER} and use ckpt_format='torch_dist'"
             )
@@ -53,7 +53,7 @@ def require_sharded_state(config: Any) -> None:
     if config.ckpt_format != "torch_dist":
         raise OptionError(
             f"checkpoint.ckpt_format={config.ckpt_format!r} is not saved by {MANAGER}: expected 'torch_dist' "
-            f"or '{FORMAT}'"
+            f"or '{BACKEND}'"
         )
 
 

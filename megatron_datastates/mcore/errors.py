@@ -39,6 +39,11 @@ class LoadMismatch(MegatronLoadFailedError, MismatchError, CheckpointException):
         return printable(Exception.__str__(self), keep="\n")
 
 
+def ours_within(error: CheckpointException) -> DataStatesError | None:
+    """Returns the first error of ours among those of all ranks that DCP's error wraps, if there is one."""
+    return next((one for one, _ in error.failures.values() if isinstance(one, DataStatesError)), None)
+
+
 @contextlib.contextmanager
 def load_errors() -> Iterator[None]:
     """Raises MegatronLoadFailedError from any error that is ours but not Megatron's."""

@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from megatron_datastates.config import ENVIRONMENT_PREFIX, is_switched_on
+from megatron_datastates.config import SWITCH, is_switched_on
 from megatron_datastates.mcore.hooks.calls import SAVES
 
 logger = logging.getLogger(__name__)
-VARIABLE = ENVIRONMENT_PREFIX + "ENABLE"
 # Strategies by those that they replace; one replaces all that programs leave to Megatron.
 _instead: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -53,7 +52,7 @@ def _warn_of_object_stores(directory: str) -> None:
     logger.warning(
         "%s is on but %s is an object store, which only --ckpt-format datastates saves to (in "
         "Megatron's training loop): Megatron saves there in its own format",
-        VARIABLE,
+        SWITCH,
         directory,
     )
 

@@ -22,7 +22,6 @@ MEASURED_ON_GPU_MS = 10  # 1,164 tensors (gpu-h100-80gb-hbm3-2026-11-27-2.json)
 MEASURED_ON_CPU_MS = 8  # 3,084 tensors, one rank on 2 cores (training.json, "large, DP 1")
 MEASURED_WITH_TWO_RANKS_MS = 15  # the same model (training-two-ranks.json, "large, DP 2")
 _SMALLER_THAN_ADAM = ("muon", "dist_muon")  # momentum for matrices, Adam's moments for all else
-POOL_SHARE = 0.25  # of the free memory of a node; engine/memory.py
 _RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and header
 _LAYER_OBJECT_BYTES = 5 << 10  # extra state of a layer
 _COMMON_OBJECT_BYTES = 50 << 10  # arguments, scheduler

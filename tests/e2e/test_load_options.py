@@ -6,6 +6,7 @@ logged is compared.
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,17 @@ def test_option_loads_what_it_loads_from_torch_dist(
     assert begun(endings["datastates"]) == begun(endings["torch_dist"])
     assert endings["datastates"].differences(endings["torch_dist"]) == []
     assert endings["datastates"].ranks[0].begun_at == iteration
+
+
+def test_a_legacy_checkpoint_resumes_as_in_its_own_format(pretraining: Pretraining, tmp_path: Path) -> None:
+    run, formats = ["--save", tmp_path, "--exit-interval", "2", "--ckpt-format"], ["torch", *HOW]
+    before = pretraining.run(*COMMON, *MODEL, *run, "torch")
+    stock, *others = (
+        pretraining.run(*COMMON, *MODEL, "--load", tmp_path, "--ckpt-format", name) for name in formats
+    )
+    assert stock.resumed_from(before) == 2
+    for ending in others:
+        assert begun(ending) == begun(stock) and ending.differences(stock) == []
 
 
 def test_arguments_of_the_checkpoint_are_used_on_request(saved: Saved, pretraining: Pretraining) -> None:

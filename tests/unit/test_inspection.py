@@ -228,6 +228,15 @@ def test_prune_says_how_old_left_overs_are(root):
     assert ": good" in output_of("verify", directory)
 
 
+def test_a_checkpoint_of_megatrons_legacy_format_is_named_and_left_to_megatron(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "iter_0000100"
+    (checkpoint / "mp_rank_00").mkdir(parents=True)
+    (checkpoint / "mp_rank_00" / "model_optim_rng.pt").write_bytes(bytes(100))
+    assert output_of("ls", tmp_path).splitlines()[1].split()[:3] == ["100", "torch", "unreadable"]
+    assert "a checkpoint of Megatron's legacy format (--ckpt-format torch)" in refused("show", checkpoint)
+    assert "(its format is torch)" in output_of("prune", tmp_path, "--keep-last", 1)
+
+
 # -- bad input --------------------------------------------------------------------------------------------
 
 BAD = [

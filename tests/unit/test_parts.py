@@ -5,13 +5,13 @@ import pytest
 from megatron_datastates.convert.parts import (
     choose_parts,
     group_of,
-    is_of_optimizer,
     is_weight,
     parts_of,
     place_of,
     stacked_key,
 )
 from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.format.values import is_of_optimizer
 
 
 def test_a_stacked_key_is_a_part_for_each_layer_with_its_number_in_the_name():

@@ -20,11 +20,11 @@ from megatron_datastates.config import MIB
 from megatron_datastates.convert import look, rewriting, weights_only
 from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.parts import is_of_optimizer
 from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop, plan_drop
 from megatron_datastates.errors import CorruptDataError, OptionError, StorageError
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.directory import JOURNAL_NAME
+from megatron_datastates.format.values import is_of_optimizer
 from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.retention import PrunePlan
 from megatron_datastates.pipeline.upkeep.verify import verify

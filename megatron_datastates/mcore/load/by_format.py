@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import DOCUMENT_BYTES, any_path, names_in, open_regular
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -130,7 +129,7 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from megatron_datastates.mcore.errors import LoadMismatch, load_errors
+        from megatron_datastates.mcore.errors import LoadMismatch, load_errors, ours_within
         from megatron_datastates.mcore.load.metadata import requested_boxes
         from megatron_datastates.mcore.load.mismatch import first_mismatch
         from megatron_datastates.mcore.load.restoring import restore_registered
@@ -147,8 +146,7 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 with state.opened(boxes=boxes):
                     loaded = original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
             except CheckpointException as error:  # DCP wraps what its reader and planner raise
-                causes = (cause for cause, _ in error.failures.values())
-                ours = next((cause for cause in causes if isinstance(cause, DataStatesError)), None)
+                ours = ours_within(error)
                 if ours is None:
                     raise
                 raise ours from None

@@ -16,13 +16,13 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_datastates.format.directory import SHARDING_KEY
+from megatron_datastates.format.values import is_of_optimizer
 from megatron_datastates.mcore.errors import load_errors
 from megatron_datastates.mcore.load.optimizer_layout import (
     NO_STATE,
     announce,
     asks_for_buckets,
     bucket_mismatch,
-    is_of_optimizer,
     restated_from,
 )
 from megatron_datastates.mcore.load.optimizer_names import StateNames

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.values import is_of_optimizer
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.load.optimizer_names import StateNames
@@ -244,11 +245,6 @@ def bucket_mismatch(nested: Any, shapes: Mapping[str, tuple[int, ...]]) -> str |
 
 def _has_states(checkpoint: Checkpoint) -> bool:
     return any(f"{PREFIX}." in key for key in checkpoint.index.tensors)
-
-
-def is_of_optimizer(key: str) -> bool:
-    """Returns whether the tensor of this key is optimizer state, in buckets or by parameter."""
-    return key.startswith("optimizer.") or ".optimizer." in key
 
 
 def _without_map(key: str, what: str) -> str:

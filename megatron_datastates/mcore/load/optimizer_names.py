@@ -35,6 +35,6 @@ class StateNames:
         return next((prefix + key for prefix in self._prefixes if prefix + key in self._tensors), key)
 
     def of_request(self, key: str) -> str:
-        """Returns the same for a key that a request has."""
+        """Returns the checkpoint's key for one that a request has."""
         found = _KEY.fullmatch(key)
         return self.of(found[2], found[3]) if found else key

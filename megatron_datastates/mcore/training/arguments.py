@@ -22,13 +22,12 @@ from megatron_datastates import stores
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options, OptionSpec, advice_on
 from megatron_datastates.errors import DataStatesError, OptionError, StorageError
 from megatron_datastates.files import is_object, path_of
-from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
+from megatron_datastates.format.directory import BACKEND, TRACKER_NAME, iteration_in_name
 from megatron_datastates.pipeline.near.places import near_root
 from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
 
 logger = logging.getLogger(__name__)
 _DEVICE = Path("/dev/nvidiactl")  # where there is a GPU, and not only a stand-in for torch.cuda
-FORMAT = "datastates"
 _IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
 _PREFIX = "--datastates-"
 _NEAR_FOLDER = "datastates-near"  # of the node's directory for temporary files
@@ -40,9 +39,9 @@ class _FormatAction(argparse._StoreAction):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         vars(namespace).pop("ckpt_backend", None)  # the last one given wins
-        if values == FORMAT:
-            namespace.ckpt_backend = FORMAT
-        setattr(namespace, self.dest, "torch_dist" if values == FORMAT else values)
+        if values == BACKEND:
+            namespace.ckpt_backend = BACKEND
+        setattr(namespace, self.dest, "torch_dist" if values == BACKEND else values)
 
 
 def wrap_add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +56,7 @@ def wrap_add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., A
             )
             return parser
         action.__class__ = _FormatAction
-        action.choices = [*(action.choices or ()), FORMAT]
+        action.choices = [*(action.choices or ()), BACKEND]
         action.help = (
             action.help or ""
         ) + " datastates: asynchronous, lazy, checksummed (megatron_datastates)."
@@ -99,7 +98,7 @@ def _type(spec: OptionSpec) -> Callable[[str], Any]:
 
 def is_selected(args: Any) -> bool:
     """Returns whether these arguments select our format."""
-    return getattr(args, "ckpt_backend", None) == FORMAT
+    return getattr(args, "ckpt_backend", None) == BACKEND
 
 
 def adopt(args: Any) -> bool:
@@ -107,8 +106,8 @@ def adopt(args: Any) -> bool:
 
     If they do, stores the values that the parser would have stored.
     """
-    if getattr(args, "ckpt_format", None) == FORMAT:
-        args.ckpt_backend, args.ckpt_format = FORMAT, "torch_dist"
+    if getattr(args, "ckpt_format", None) == BACKEND:
+        args.ckpt_backend, args.ckpt_format = BACKEND, "torch_dist"
     if is_selected(args) and uses_fsdp(args) and not is_converting(args):
         args.ckpt_format = "fsdp_dtensor"
     return is_selected(args)

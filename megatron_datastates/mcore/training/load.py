@@ -46,7 +46,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from megatron_datastates.mcore.errors import MegatronLoadFailedError
+        from megatron_datastates.mcore.errors import MegatronLoadFailedError, ours_within
 
         FENCE.wait("a load")
         purpose = parameters.of_call(args, kwargs).get("load_arg", "load")
@@ -68,9 +68,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
             except CheckpointException as error:  # of a load that DCP makes (Megatron-FSDP), on all ranks
-                cause = next(
-                    (one for one, _ in error.failures.values() if isinstance(one, DataStatesError)), None
-                )
+                cause = ours_within(error)
                 if cause is None:
                     raise
                 advice = f" {_advice(load)}" if is_of_files(cause) else ""
@@ -233,7 +231,7 @@ def _is_resume(purpose: str) -> bool:
 
 
 def _has_resumed(purpose: str) -> bool:
-    """Returns the same of an open load, which may have found a `release`: Megatron takes weights from it."""
+    """Returns whether an open load has continued a run, not taken weights from a `release` that it found."""
     directory = state.current().directory
     return _is_resume(purpose) and (directory is None or any_path(directory).name != RELEASE_NAME)
 

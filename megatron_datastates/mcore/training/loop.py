@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import GIB, Options
 from megatron_datastates.errors import HookPointError, OptionError, SaveFailedError
+from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
 from megatron_datastates.mcore.hooks.calls import SAVES, Parameters
 from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
-    FORMAT,
     adopt,
     check_fsdp,
     check_near_options,
@@ -213,7 +213,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `validate_args`."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args, "dist_ckpt_format_deprecated", None) == FORMAT:
+        if getattr(args, "dist_ckpt_format_deprecated", None) == BACKEND:
             raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
         if not adopt(args) or is_converting(args):
             return original(args, *rest, **kwargs)

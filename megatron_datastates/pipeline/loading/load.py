@@ -442,7 +442,7 @@ class Checkpoint:
         return self.index.objects[key]
 
     def stream_entry(self, key: str) -> tuple[int, TailEntry]:
-        """Returns the same for a stream."""
+        """Returns a stream's data file and its entry in the footer. Raises as `open_stream`."""
         if key not in self.index.streams:
             raise self.index.missing("stream", key, str(self.directory))
         file = self.index.streams[key]

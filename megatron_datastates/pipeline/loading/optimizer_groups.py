@@ -120,7 +120,7 @@ def _reshardable(stored: StoredOptions) -> dict[str, Any]:
 
 
 def from_common_state(common: Any) -> StoredOptions:
-    """Finds the same in the common state of a checkpoint that stores optimizer state by parameter."""
+    """Finds the options in the common state of a checkpoint that stores optimizer state by parameter."""
     groups: list[Options] = []
     others: dict[str, Any] = {}
     for node in dictionaries(common.get("optimizer") if isinstance(common, dict) else None):

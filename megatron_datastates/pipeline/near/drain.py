@@ -200,7 +200,7 @@ class Drain:
                 self._to_copy.append(save)
 
     def finish_objects(self) -> None:
-        """Does the same if checkpoints go to an object store, and takes further saves afterwards.
+        """Waits as `close` does if checkpoints go to an object store, and takes further saves afterwards.
 
         For the end of training: an interpreter that is ending starts no threads, so that clients of object
         stores send one part at a time.

@@ -187,7 +187,7 @@ def published_in(folder: Path) -> SaveId | None:
 
 
 def read_published(folder: Path) -> SaveId | None:
-    """Returns the same as `published_in`.
+    """Returns the save that is published in a folder; None if there is none, or its manifest is damaged.
 
     Raises:
         OSError: the manifest is there and cannot be read.

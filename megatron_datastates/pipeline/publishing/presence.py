@@ -106,7 +106,7 @@ def missing_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def missing_data_files(directory: Path, manifest: Manifest, seen: set[str] | None = None) -> list[str]:
-    """Describes the same of data files alone.
+    """Describes the manifest's data files that are missing or have another size.
 
     Args:
         seen: names of files that were there before, which are not looked for again; gets new ones.

@@ -113,7 +113,7 @@ def point_in(directory: Path, iteration: int) -> Point | None:
 
 
 def known_point(directory: Path, iteration: int) -> Point | None:
-    """Returns the same; None, too, if it cannot be read."""
+    """Returns where a checkpoint stands, as `point_in`; None, too, if its manifest cannot be read."""
     try:
         return point_in(directory, iteration)
     except OSError:
@@ -126,7 +126,7 @@ def origin_in(directory: Path, iteration: int) -> Origin:
 
 
 def origin_from(point: Point | None, iteration: int) -> Origin:
-    """Returns the same of a checkpoint whose place in history is known, or is not (None)."""
+    """Returns what a job goes on from that has loaded the checkpoint at a point; None: that is not known."""
     if point is None:
         return Origin(iteration, None)
     name = "" if point.save_id is None else str(point.save_id)

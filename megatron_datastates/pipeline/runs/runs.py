@@ -41,6 +41,8 @@ from megatron_datastates.files import (
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
+    LEGACY,
+    LEGACY_FOLDER,
     METADATA_NAME,
     RELEASE_NAME,
     TORCH_DIST,
@@ -77,7 +79,7 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
 
 
 def find_answered(root: str | os.PathLike[str]) -> list[Iteration]:
-    """Returns the same in an object store, for callers that remove: only an answer says that there is none.
+    """Returns the iterations in an object store, for callers that remove: only an answer says what is absent.
 
     Complete are those that have a manifest of ours.
 
@@ -137,7 +139,11 @@ def format_seen(path: Path) -> str:
 
 
 def format_answered(path: Path) -> str:
-    """Returns the same in an object store. Raises OSError if the store does not answer what decides."""
+    """Returns the format of a directory in an object store.
+
+    Raises:
+        OSError: the store does not answer what decides.
+    """
     backend = _answered_backend(path)
     if backend and backend != TORCH_DIST:
         return backend
@@ -153,7 +159,9 @@ def _format_by_names(path: Path) -> str:
         return "unknown"
     if any(name.endswith(".distcp") for name in names):
         return TORCH_DIST
-    return BACKEND if any(map(is_own_file_name, names)) else "unknown"
+    if any(map(is_own_file_name, names)):
+        return BACKEND
+    return LEGACY if any(name.startswith(LEGACY_FOLDER) for name in names) else "unknown"
 
 
 def format_of(directory: str | os.PathLike[str]) -> str | None:
@@ -241,7 +249,10 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
 
 
 def may_be_ours(directory: str | os.PathLike[str]) -> bool:
-    """Returns the same, also if the files that say so are damaged or missing, on this rank perhaps alone."""
+    """Returns whether the directory is ours, or would be with files that are damaged or missing.
+
+    That may be so on this rank alone.
+    """
     if is_ours(directory):
         return True
     try:
@@ -294,7 +305,7 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
         reason = f"{path} cannot be looked at: {error.strerror}"
         raise StorageError(reason, code=error.errno or 0, path=str(path)) from error
     # Megatron's formats `torch` and `torch_dcp` have no metadata.json.
-    if any(name == TORCH_DIST_INDEX or name.startswith("mp_rank_") for name in names):
+    if any(name == TORCH_DIST_INDEX or name.startswith(LEGACY_FOLDER) for name in names):
         return True
     is_unfinished = any(map(is_own_file_name, names))  # of ours
     return not is_unfinished and not set(names) <= {METADATA_NAME, COMMON_FILE}
@@ -308,7 +319,7 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
 
 
 def _answered_backend(directory: str | os.PathLike[str]) -> str | None:
-    """Returns the same. Raises OSError if that cannot be looked at."""
+    """Returns the format that metadata.json names, or None. Raises OSError if it cannot be looked at."""
     try:
         backend = metadata_members(directory).get("sharded_backend")
     except FormatError:
@@ -347,7 +358,7 @@ def tracked_iteration(tracker: Path) -> int | None:
 
 
 def read_tracked(tracker: Path) -> int | None:
-    """Returns the same.
+    """Returns the iteration that a tracker file names; None if there is no such file, or no number in it.
 
     Raises:
         OSError: it is there and cannot be read.
@@ -359,7 +370,9 @@ def read_tracked(tracker: Path) -> int | None:
 
 
 def require_tracked(tracker: Path) -> int | None:
-    """Returns the same for callers that remove what is not tracked: None without a tracker or for `release`.
+    """Returns the iteration that a tracker names, for callers that remove what is not tracked.
+
+    None without a tracker, or if it says `release`.
 
     Raises:
         StorageError: it is there and cannot be read.

@@ -68,6 +68,7 @@ from megatron_datastates.format.values import (
     digest_in_index_name,
     is_data_file_name,
     is_dcp_file_name,
+    is_of_optimizer,
     save_id_in_name,
 )
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -424,8 +425,7 @@ def _with_facts_of_state(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
 
 
 def _has_optimizer(index: Index) -> bool:
-    keys = [*index.tensors, *index.objects, *index.streams]
-    return any(key.startswith("optimizer.") or ".optimizer." in key for key in keys)
+    return any(map(is_of_optimizer, [*index.tensors, *index.objects, *index.streams]))
 
 
 def _state(checkpoint: Checkpoint) -> object:
