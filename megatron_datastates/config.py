@@ -374,11 +374,13 @@ class Options:
 _PROVIDERS = {
     "providers": "to ds.save and ds.load, pass state providers as values of the state (docs/providers.md)"
 }
+_NEAR = ("near", "near_keep", "near_replicas", "drain_every", "drain_limit")
 _NOT_IN_CALLS: dict[Literal["save", "load"], dict[str, str]] = {
     "save": _PROVIDERS
+    | dict.fromkeys(_NEAR, "other calls write to the directory that they are given")
     | {
-        "near": "other calls write to the directory that they are given",
         "while_saving": "in other programs, ask whether the handle of the last save is `done`",
+        "on_failure": "elsewhere, catch SaveFailedError where a failed save must not end the program",
     },
     "load": _PROVIDERS
     | {"fallback": "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run"},

@@ -307,7 +307,13 @@ def test_providers_in_an_option_are_refused_rather_than_left_out(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("call", "option"),
-    [(ds.save, {"near": "/fast"}), (ds.save, {"while_saving": "skip"}), (ds.load, {"fallback": "2"})],
+    [
+        (ds.save, {"near": "/fast"}),
+        (ds.save, {"near_replicas": "1"}),
+        (ds.save, {"while_saving": "skip"}),
+        (ds.save, {"on_failure": "warn"}),
+        (ds.load, {"fallback": "2"}),
+    ],
 )
 def test_options_that_would_have_no_effect_are_refused(
     tmp_path: Path, call: Callable[..., Any], option: dict[str, str]

@@ -62,7 +62,7 @@ def test_options_that_no_engine_reads_share_an_engine_and_its_threads(tmp_path: 
     (engine,), before = engines(), threads()
     for number in range(MANY):
         report = tmp_path / f"{number}.jsonl"
-        save(tmp_path / "c", **SMALL, report_file=str(report), on_failure="warn", link=False)
+        save(tmp_path / "c", **SMALL, report_file=str(report), fallback=number, link=False)
         assert json.loads(report.read_text())["staging_bytes"] > 0
     assert engines() == [engine] and threads() <= before + 1  # a thread of the last save may be ending
     assert len(saver_pool._savers) <= saver_pool._KEPT_IDLE + 2
@@ -88,7 +88,7 @@ def test_options_that_were_used_lately_keep_their_engine(tmp_path: Path) -> None
     assert kept in engines()
 
 
-@pytest.mark.parametrize("options", [{}, {"on_failure": "warn"}], ids=["own engine", "shared engine"])
+@pytest.mark.parametrize("options", [{}, {"fallback": 1}], ids=["own engine", "shared engine"])
 def test_a_save_that_is_not_finished_keeps_its_engine(tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path / "first", **SMALL)
     handle = ds.async_save(STATE, tmp_path / "lazy", lazy=True, **SMALL, **options, lazy_delay=3600.0)
@@ -147,16 +147,16 @@ def test_savers_of_one_engine_are_all_closed(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_memory_is_prepared_in_the_engine_that_is_shared() -> None:
-    first, second = saver_for(OPTIONS), saver_for(dataclasses.replace(OPTIONS, on_failure="warn"))
+    first, second = saver_for(OPTIONS), saver_for(dataclasses.replace(OPTIONS, fallback=1))
     second.warm_up()
     first.warm_up()
     assert second.engine_owner is first and len(engines()) == 1
 
 
 def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:
-    for option in ("raise", "warn"):
+    for fallback in (1, 2):
         with pytest.raises(SaveFailedError):
-            ds.save(STATE, tmp_path / "c", **SMALL, faults="write:1:EIO", on_failure=option)
+            ds.save(STATE, tmp_path / "c", **SMALL, faults="write:1:EIO", fallback=fallback)
 
 
 def test_engines_read_no_option_that_is_one_to_them() -> None:
