@@ -30,7 +30,9 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.files import OBJECT_BYTES, is_object, open_regular, read_regular, size_of
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
+
+MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 
 
 def write_whole(
@@ -155,18 +157,45 @@ def remove_replaced(
     published: SaveId,
     replaced: Collection[str],
     superseded: Sequence[str] = (),
+    continued: Collection[int] = (),
 ) -> list[str]:
     """Removes what a published save replaces, but nothing that `keep` names; returns the names.
+
+    Files that killed saves have left, too, but not what another job may be saving at this moment.
 
     Args:
         replaced: data files that the manifest named in whose place the save's own is now.
         superseded: patterns of files of a checkpoint in another format.
+        continued: ids of the runs that this one goes on from: their jobs are over.
     """
     removed = []
     names = replaced if is_object(directory) else os.listdir(directory)
+    left = set() if is_object(directory) else _left_by_others(directory, names, published, continued)
     for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
-        ours = name in replaced or published.follows(name)
+        ours = name in replaced or published.follows(name) or save_id_in_name(name) in left
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
             (directory / name).unlink(missing_ok=True)
             removed.append(name)
     return removed
+
+
+def _left_by_others(
+    directory: Path, names: Collection[str], published: SaveId, continued: Collection[int]
+) -> set[SaveId]:
+    """Returns the saves of other runs that have left files: of runs that are over, or silent for an hour.
+
+    By the file system's clock: the manifest has just been written.
+    """
+    written = (directory / MANIFEST_NAME).stat().st_mtime
+    last_change: dict[SaveId, float] = {}
+    for name in names:
+        save = save_id_in_name(name)
+        if save is not None and save.run_id != published.run_id:
+            with contextlib.suppress(FileNotFoundError):
+                changed = (directory / name).stat().st_mtime
+                last_change[save] = max(last_change.get(save, changed), changed)
+    return {
+        save
+        for save, changed in last_change.items()
+        if save.run_id in continued or written - changed >= MIN_AGE_SECONDS
+    }

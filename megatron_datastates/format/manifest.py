@@ -130,6 +130,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return {self.index.name, *(file.name for file in self.files), *(other.name for other in self.others)}
 
     @property
+    def continued(self) -> set[int]:
+        """The ids of the runs that the save's run goes on from, as far as they are known."""
+        ancestors = () if self.ancestors is msgspec.UNSET else self.ancestors
+        saves = (SaveId.parse(ancestor.save_id) for ancestor in ancestors)
+        return {save.run_id for save in saves if save is not None}
+
+    @property
     def data_bytes(self) -> int:
         """The size of all data files together."""
         return sum(file.bytes for file in self.files)

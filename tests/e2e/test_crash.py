@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Pretraining, waits_in
 
@@ -42,12 +43,18 @@ def test_killed_run_resumes_exactly(
     assert killed.job.kill().exits == SIGKILLED
     left_by_kill = checkpoints.tracked()
 
-    resumed = pretraining.run(*arguments)
+    resumed = pretraining.run(*arguments, "--save-interval", str(INTERVAL))
 
     uninterrupted = reference("tp2", MANY_STEPS)
     assert resumed.resumed_from(uninterrupted) == left_by_kill
     assert resumed.differences(uninterrupted) == []
     checkpoints.assert_format(MANY_STEPS, ckpt_format)
+    for iteration in checkpoints.published():
+        names = Checkpoint.open(checkpoints.at(iteration)).manifest.names
+        found = {path.name for path in checkpoints.at(iteration).iterdir()}
+        assert found == names | {"datastates.manifest", "metadata.json"}, (
+            "what the killed run left is removed"
+        )
 
 
 def test_unreadable_tracker_falls_back_to_newest_published_checkpoint(

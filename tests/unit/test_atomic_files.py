@@ -125,6 +125,31 @@ def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(kept + others)
 
 
+def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
+    """Of a run that this one continues, or silent for an hour; a save is as old as its youngest file."""
+    over, dead, slow, younger = (
+        SaveId(3, 1),
+        SaveId(4, 1),
+        SaveId(5, 1),
+        SaveId(SAVE.run_id, SAVE.ordinal + 1),
+    )
+    left = [over.data_file_name(0), dead.data_file_name(0), dead.data_file_name(1)]
+    kept = [SAVE.data_file_name(0), SaveId(6, 1).data_file_name(0)]  # the latter is named, as it is shared
+    kept += [
+        slow.data_file_name(0),
+        slow.data_file_name(1),
+        younger.data_file_name(0),
+        MANIFEST_NAME,
+        "notes",
+    ]
+    populate(tmp_path, [*left, *kept])
+    hour_ago = (tmp_path / MANIFEST_NAME).stat().st_mtime - atomic_files.MIN_AGE_SECONDS
+    for name in {*left, *kept} - {over.data_file_name(0), slow.data_file_name(1), MANIFEST_NAME}:
+        os.utime(tmp_path / name, (hour_ago, hour_ago))
+    assert sorted(remove_replaced(tmp_path, set(kept[:2]), SAVE, (), continued={3})) == sorted(left)
+    assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
 def test_a_failure_names_the_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = tmp_path / MANIFEST_NAME
 
@@ -178,7 +203,7 @@ def test_an_empty_plan_does_nothing():
 
 def test_of_a_checkpoint_that_is_replaced_the_index_goes_first(tmp_path, monkeypatch):
     """A kill in between leaves data that no index names, and no index without its data."""
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+    for name in (MANIFEST_NAME, ".metadata", "__0_0.distcp", "__1_0.distcp"):
         (tmp_path / name).touch()
     gone, unlink = [], Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **how: (gone.append(path.name), unlink(path, **how)))

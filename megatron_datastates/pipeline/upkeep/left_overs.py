@@ -24,15 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates import stores
-from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS, sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import METADATA_BYTES, changed_at, is_object, read_regular
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
 from megatron_datastates.pipeline.publishing.presence import names_in_manifest
-
-MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 
 
 @dataclasses.dataclass(frozen=True)
