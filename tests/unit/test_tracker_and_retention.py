@@ -56,6 +56,16 @@ def test_damaged_tracker_means_the_newest_complete_checkpoint_in_whatever_format
     assert "iteration 200" in caplog.text
 
 
+def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplog) -> None:
+    """As a person writes it who sets a run back: it is not damaged, and the newest one is not wanted."""
+    assert read(root, "iter_0000100\n") == "100"
+    assert "taken for iteration 100" in caplog.text and "Falling back" not in caplog.text
+    assert runs.tracked_iteration(root / TRACKER_NAME) == 100, "to prune and near tiers"
+    tracker.mend(root / TRACKER_NAME)
+    assert (root / TRACKER_NAME).read_text() == "100"
+    assert read(root, "iter_") == read(root, "iter_100 ?") == "200"
+
+
 def test_metadata_of_ours_without_a_manifest_is_no_checkpoint(root):
     (root / "iter_0000200" / OTHERS).write_text('{"sharded_backend": "datastates"}')
     assert read(root, "") == "100"
