@@ -49,7 +49,9 @@ _tracked: dict[Path, tuple[int, SaveId]] = {}
 
 @contextlib.contextmanager
 def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
-    """Wraps a `save_checkpoint`: if the tracker is ours, Megatron is going to write another one.
+    """Wraps a `save_checkpoint`, which begins whether its directory can be made or not.
+
+    If the tracker is ours, Megatron is going to write another one.
 
     Args:
         is_release: it saves a `release`, of which the tracker does not name an iteration.
@@ -67,7 +69,8 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     is_plain = is_plain and not getattr(args, "verify_integrity", False)
     _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
-        yield
+        with _without_directory(args.save):
+            yield
         return
     original = checkpointing.get_checkpoint_tracker_filename
     save = args.save
@@ -77,7 +80,7 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
     checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
     try:
-        with _without_directory(save) if _is_on else contextlib.nullcontext():
+        with _without_directory(save):
             yield
     finally:
         checkpointing.get_checkpoint_tracker_filename = original
@@ -85,11 +88,12 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_directory(save: str) -> Iterator[None]:
-    """Lets a save begin while its directory in --save cannot be made: it is published near.
+    """Lets a save begin while its directory in --save cannot be made, as on a full disk.
 
-    The drain makes the directory later. Where there is no room near, writing to it fails the save, on all
-    ranks. Megatron makes it, and looks what is in it, on rank 0 alone. An object store is never asked:
-    there is nothing to make, and a store that does not answer would end the job.
+    Megatron makes it, and looks what is in it, on rank 0 alone, which would end the job. So it is left to
+    what writes there: to the drain, if the save is published near; else to each rank, and an error fails the
+    save, on all ranks. An object store is never asked: there is nothing to make, and a store that does not
+    answer would end the job.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
@@ -106,7 +110,7 @@ def _without_directory(save: str) -> Iterator[None]:
         except OSError as error:
             if client is None or versions.installed().writes_common_file:
                 raise  # this release writes a file of its own there
-            if not _is_out_of_reach:
+            if _is_on and not _is_out_of_reach:
                 logger.warning(
                     "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
                     filename,
