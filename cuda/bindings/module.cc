@@ -192,6 +192,9 @@ void BindEngine(nb::module_& module) {
           nb::kw_only(), "job"_a, "footer"_a, "offset"_a)
       .def(
           "grow", [](EngineHandle& self, size_t slots) { self.engine()->pool().Grow(slots); }, "slots"_a)
+      .def(
+          "limit", [](EngineHandle& self, size_t most_slots) { self.engine()->pool().Limit(most_slots); },
+          "most_slots"_a)
       .def("page_lock_pool", [](EngineHandle& self) { return self.engine()->PageLockPool(); })
       .def("pool", &PoolDict)
       .def("close", &EngineHandle::Close, "seconds"_a = std::numeric_limits<double>::infinity());

@@ -38,8 +38,8 @@ void Slot::Return() noexcept {
 
 SlotPool::SlotPool(size_t slot_bytes, size_t most_slots)
     : slot_bytes_(slot_bytes),
-      most_slots_(most_slots),
-      slots_in_segment_(std::max<size_t>(1, kSegmentBytes / std::max<size_t>(1, slot_bytes))) {}
+      slots_in_segment_(std::max<size_t>(1, kSegmentBytes / std::max<size_t>(1, slot_bytes))),
+      most_slots_(most_slots) {}
 
 SlotPool::~SlotPool() {
   std::vector<std::thread> threads;
@@ -64,6 +64,11 @@ void SlotPool::Grow(size_t slots) {
   wanted_ = std::max(wanted_, std::min(slots, most_slots_));
   if (wanted_ > made_) trouble_.clear();  // try again: there may be memory by now
   StartThreads();
+}
+
+void SlotPool::Limit(size_t most_slots) {
+  const MutexLock lock(mutex_);
+  most_slots_ = most_slots;
 }
 
 void SlotPool::Register(std::shared_ptr<Driver> driver, CuContext context, const NumaNode& node) {

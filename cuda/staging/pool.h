@@ -68,6 +68,8 @@ class SlotPool {
   // Starts building up to min(`slots`, most_slots) slots in the background: prefaulted, and page-locked once
   // the driver is known. Throws Failure if not even one thread can be started.
   void Grow(size_t slots);
+  // Replaces `most_slots` for later calls of Grow. Slots that are built, or requested, stay.
+  void Limit(size_t most_slots);
   // Page-locks present and future segments in the background. Memory that is page-locked in one context
   // serves copies in any. If it fails, slots still work, with slower copies, and the next call tries those
   // segments again. Memory that is not page-locked yet is first moved to `node`. Throws as Grow does.
@@ -106,9 +108,9 @@ class SlotPool {
   void PageLock(Segment* segment) REQUIRES(mutex_);
 
   const size_t slot_bytes_;
-  const size_t most_slots_;
   const size_t slots_in_segment_;
   mutable Mutex mutex_;
+  size_t most_slots_ GUARDED_BY(mutex_);
   CondVar wake_;                                    // the background threads have work, or must stop
   CondVar free_;                                    // a slot was returned or built, or building one failed
   std::vector<uint8_t*> idle_ GUARDED_BY(mutex_);   // has room for made_ + making_: Return never throws

@@ -16,11 +16,15 @@ from megatron_datastates.config import MIB, Options
 _HOST_SLOT_BYTES, _DEVICE_SLOT_BYTES = 2 * MIB, 8 * MIB
 _FEWEST_DEVICE_SLOTS = 8
 POOL_SHARE = 0.25  # of the free memory, for all ranks of a node together
-# Variables with the number of this job's processes on this node, set by torchrun, Open MPI and Slurm (with
-# and without --ntasks-per-node). The launcher closest to the process comes first.
+# Variables with the number of this job's processes on this node, set by torchrun, Open MPI, MPICH and Intel
+# MPI, MVAPICH, PALS (Cray's mpiexec) and Slurm (with and without --ntasks-per-node). The launcher closest to
+# the process comes first.
 _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
     "SLURM_NTASKS_PER_NODE",
     "SLURM_STEP_TASKS_PER_NODE",
 )

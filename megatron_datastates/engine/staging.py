@@ -53,10 +53,12 @@ class StagingEngine:
         self.options = options
         self.given_up = False  # some thread did not end in time
         self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
+        self._most_slots = most_slots(options.staging_memory, self.slot_bytes, local_ranks())
+        self._bounded_for = 0  # slots: the most that were wanted so far
         with native.errors_for_users():
             self.native = native.Engine(
                 slot_bytes=self.slot_bytes,
-                most_slots=most_slots(options.staging_memory, self.slot_bytes, local_ranks()),
+                most_slots=self._most_slots,
                 copy_threads=options.copy_threads,
                 write_threads=options.write_threads,
                 direct=options.direct_io,
@@ -104,6 +106,7 @@ class StagingEngine:
             DataStatesError: sources are on a device that is not the current one.
             EngineError: there is no driver for sources on a device, or an earlier save used another device.
         """
+        self._bound(layout.tensor_end + tail_bytes)
         first = np.frombuffer(header, np.uint8)
         device = _current_device_of(copies.devices)
         start = functools.partial(
@@ -157,7 +160,20 @@ class StagingEngine:
 
     def grow(self, wanted_bytes: int) -> None:
         """Builds `wanted_bytes` of staging memory in the background, or as much as the budget allows."""
+        self._bound(wanted_bytes)
         self.native.grow(math.ceil(wanted_bytes / self.slot_bytes))
+
+    def _bound(self, wanted_bytes: int) -> None:
+        """Bounds what an automatic size may still grow by, if more is wanted than ever before.
+
+        Engines are made when a program starts. What is free then is not, once its model and optimizer exist.
+        """
+        slots = math.ceil(wanted_bytes / self.slot_bytes)
+        if self.options.staging_memory or slots <= self._bounded_for:
+            return
+        self._bounded_for = slots
+        made, more = int(self.native.pool()["slots"]), most_slots(0, self.slot_bytes, local_ranks())
+        self.native.limit(min(made + more, self._most_slots))
 
     def pool_facts(self) -> dict[str, object]:
         """Returns facts of staging memory; `staging_trouble` says why it is too small or slow."""

@@ -20,6 +20,7 @@ from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, B
 from megatron_datastates.pipeline.saving.shares import provider_shares
 
 logger = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 5.0  # for a file that hangs, once
 
 
 Report = dict[str, Any]
@@ -42,6 +43,7 @@ class Reporter:
     def __init__(self, path: str) -> None:
         self._path = path
         self._writer: BackgroundThread | None = None  # the last one; it follows all others
+        self._hangs = False
         self.listeners: list[Listener] = []
 
     def emit(self, rank: int, make: Callable[[], Report], *, later: bool = False) -> None:
@@ -49,18 +51,17 @@ class Reporter:
 
         Args:
             make: makes the report of this rank, on any thread; not called if nobody wants it.
-            later: a thread writes it, because the trainer is in a poll: the file may be on slow storage, and
-                statistics of thousands of ranks take milliseconds.
+            later: the trainer does not wait for the thread that writes it, because it is in a poll: the file
+                may be on slow storage, and statistics of thousands of ranks take milliseconds.
         """
         listeners = [listener for listener in self.listeners if self._is_listening(listener)]
         if listeners:
             report = make()
             make = functools.partial(dict, dict(report))  # a listener may change it
-        if rank == 0 and later:
-            self._write_later(make)
-        elif rank == 0:
-            self.flush()  # so that lines have the order of the reports
-            self.write(make())
+        if rank == 0:
+            self._write_on_thread(make, AFTER_POLL_SECONDS if later else 0.0)
+            if not later:
+                self._await_file()
         for listener in listeners:
             try:
                 listener.hear(report)
@@ -81,7 +82,14 @@ class Reporter:
         """Waits until all reports are written; returns False if they are not after `seconds`."""
         return self._writer is None or self._writer.join(seconds)
 
-    def _write_later(self, make: Callable[[], Report]) -> None:
+    def _await_file(self) -> None:
+        """Waits until all reports are written, but not for ever: all ranks would wait for this one."""
+        hangs = not self.flush(0.0 if self._hangs else _PATIENCE_SECONDS)
+        if hangs and not self._hangs:
+            logger.warning("%s hangs: the last reports are not written yet", self._path or "the log")
+        self._hangs = hangs
+
+    def _write_on_thread(self, make: Callable[[], Report], delay: float) -> None:
         makers, before = [make], self._writer
 
         def write() -> None:
@@ -90,13 +98,13 @@ class Reporter:
                 before.join()
             self.write(report)
 
-        writer = BackgroundThread(write, delay=AFTER_POLL_SECONDS)
+        writer = BackgroundThread(write, delay=delay)
         try:
             writer.start()
             self._writer = writer
         except RuntimeError:  # no thread can be started
-            self.flush()
-            write()
+            if self.flush(_PATIENCE_SECONDS):
+                write()
 
     def write(self, report: Report) -> None:
         """Writes one report to log and file only, on any thread: listeners are the trainer's."""

@@ -101,6 +101,26 @@ def test_failures_with_warn_cost_only_the_failed_saves(
     assert checkpoints.published() == [4, 5, 6], "directories of failed saves can be used again"
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_directory_that_cannot_be_made_fails_its_save_on_all_ranks(
+    mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    """As on a full disk, where Megatron's attempt to make it would end the job: rank 0 alone makes it."""
+    checkpoints = Checkpoints(tmp_path / "ck")
+    checkpoints.root.mkdir()
+    checkpoints.at(2).touch()  # what is there is no directory
+    arguments = train(checkpoints.root, *MODES[mode])
+
+    ending = pretraining.run(*arguments, "--datastates-on-failure", "warn")
+
+    assert ending.differences(reference("tp2")) == []
+    for log in ranks_of(ending.log):
+        (warning,) = [line for line in log.splitlines() if "Training continues" in line]
+        assert "failed on 2 of 2 ranks: rank 0: make directory" in warning
+    assert checkpoints.published() == checkpoints.complete() == [4, 6]
+    assert checkpoints.tracked() == 6
+
+
 def test_failing_non_persistent_save_with_warn_leaves_its_tracker(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:

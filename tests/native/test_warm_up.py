@@ -104,6 +104,27 @@ def slots_of(saver: Saver, count: int) -> None:
     assert not saver._get_engine().native.pool()["trouble"]
 
 
+def test_an_automatic_pool_grows_by_what_is_free_when_it_grows(
+    program: Program, automatic: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the program started, its model and optimizer were not there: an optimizer may be in the host."""
+    program.uses_cuda = True
+    automatic.warm_up(lambda: 100 * MIB)
+    slots_of(automatic, 64)
+    monkeypatch.setattr(staging, "most_slots", lambda *_: 10)
+    FENCE.wait("the first step")
+    FENCE.wait("the second step")
+    slots_of(automatic, 74)
+    monkeypatch.setattr(staging, "most_slots", lambda *_: 2)
+    engine = automatic._get_engine()
+    engine.grow(100 * MIB)  # no more than before
+    engine.grow(200 * MIB)
+    slots_of(automatic, 76)
+    monkeypatch.setattr(staging, "most_slots", lambda *_: 1000)
+    engine.grow(300 * MIB)
+    slots_of(automatic, 256)
+
+
 @pytest.mark.parametrize("seen_at", ["warm-up", "the first fence", "the end of the first step"])
 def test_the_pool_grows_to_the_size_of_the_shard_once_a_step_is_over(
     cuda: FakeCuda, program: Program, automatic: Saver, seen_at: str

@@ -267,7 +267,7 @@ def test_a_poll_starts_the_publisher_later_unless_the_trainer_waits(saver, tmp_p
         time.sleep(0.002)
     assert slept == [0.0, AFTER_POLL_SECONDS, AFTER_POLL_SECONDS]  # the last one writes the report
     save(saver, tmp_path / "awaited", BIG)
-    assert slept[3:] == [0.0, 0.0]
+    assert slept[3:] == [0.0, 0.0, 0.0]
 
 
 def test_a_poll_starts_copies_later_unless_the_trainer_waits(tmp_path, monkeypatch) -> None:

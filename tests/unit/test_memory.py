@@ -185,6 +185,9 @@ def test_this_process_is_in_the_group_that_is_found_on_this_machine() -> None:
         ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8),  # torchrun, started by Slurm
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "SLURM_NTASKS_PER_NODE": "1"}, 4),
+        ({"MPI_LOCALNRANKS": "4", "SLURM_NTASKS_PER_NODE": "1"}, 4),  # MPICH, in an allocation of Slurm
+        ({"MV2_COMM_WORLD_LOCAL_SIZE": "8"}, 8),
+        ({"PALS_LOCAL_SIZE": "12"}, 12),
         ({"SLURM_NTASKS_PER_NODE": "6"}, 6),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),8,2"}, 8),
         ({"LOCAL_WORLD_SIZE": "", "OMPI_COMM_WORLD_LOCAL_SIZE": "x", "SLURM_NTASKS_PER_NODE": "2"}, 2),

@@ -11,15 +11,18 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training import arguments, near, retention, tracker
 from megatron_datastates.pipeline.runs import runs
 
@@ -54,6 +57,16 @@ def deleted(root: Path, iteration: int) -> bool:
 def test_damaged_tracker_means_the_newest_complete_checkpoint_in_whatever_format(root, caplog):
     assert read(root, "") == read(root, "1\x000") == "200"
     assert "iteration 200" in caplog.text
+
+
+def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplog) -> None:
+    """As a person writes it who sets a run back: it is not damaged, and the newest one is not wanted."""
+    assert read(root, "iter_0000100\n") == "100"
+    assert "taken for iteration 100" in caplog.text and "Falling back" not in caplog.text
+    assert runs.tracked_iteration(root / TRACKER_NAME) == 100, "to prune and near tiers"
+    tracker.mend(root / TRACKER_NAME)
+    assert (root / TRACKER_NAME).read_text() == "100"
+    assert read(root, "iter_") == read(root, "iter_100 ?") == "200"
 
 
 def test_metadata_of_ours_without_a_manifest_is_no_checkpoint(root):
@@ -309,6 +322,45 @@ def test_a_near_checkpoint_is_noted_in_wandb_before_it_is_in_save(
     utils.on_save_checkpoint_success(str(save / "iter_0000100"), tracker, str(save), 100)
     assert noted == ["100"]
     assert is_there != ("W&B has no note of" in caplog.text)
+
+
+def test_saves_into_a_near_tier_do_not_wait_for_save_while_that_hangs(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    if versions.installed().writes_common_file:
+        pytest.skip("this release writes a file there itself")
+    from megatron.core.dist_checkpointing import serialization
+
+    answers, made = threading.Event(), list[str]()
+
+    def make(name: str, check_parent: bool = True) -> None:
+        assert answers.wait(10.0)
+        made.append(name)
+
+    arguments = SimpleNamespace(async_save=True, save_retain_interval=10, save=str(root), rank=0)
+    monkeypatch.setattr(checkpointing, "ensure_directory_exists", make)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
+    monkeypatch.setattr(near, "_PATIENCE_SECONDS", 0.2, raising=False)
+    for name in ("_is_on", "_is_ours", "_is_out_of_reach"):
+        monkeypatch.setattr(near, name, False)
+
+    def save(name: str) -> float:
+        begin = time.monotonic()
+        with near.saving(Options(near=str(tmp_path / "near"))):
+            checkpointing.ensure_directory_exists(name, check_parent=False)
+            assert next(serialization.maybe_msc.Path(name).iterdir(), None) is None
+        return time.monotonic() - begin
+
+    first, *others = [save("hangs"), save("next"), save("last")]
+    assert 0.2 <= first < 5.0 and sum(others) < 0.2
+    assert caplog.text.count("cannot be made (no answer): saves go on in the near tiers") == 1
+    monkeypatch.setattr(os.path, "exists", Mock(side_effect=AssertionError("looked into --save")))
+    with retention.saving(300):
+        pass
+    monkeypatch.undo()
+    answers.set()
+    assert near._making is not None and near._making.join(10.0) and made == ["hangs"]
 
 
 def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(

@@ -250,11 +250,11 @@ def wrap_save_config(original: Any) -> Any:
     def save_config(config: Any, checkpoint_dir: str) -> None:
         if config.sharded_backend == BACKEND:
             content = _metadata_json(config)
+            if path_of(checkpoint_dir).absolute() in near_checkpoints:
+                return  # it belongs to a checkpoint that is not there yet, and --save may hang
             with contextlib.suppress(OSError):
                 if read_regular(path_of(checkpoint_dir) / METADATA_NAME, len(content)) == content:
                     return
-            if path_of(checkpoint_dir).absolute() in near_checkpoints:
-                return  # it belongs to a checkpoint that is not there yet
         original(config, checkpoint_dir)
 
     return save_config

@@ -11,6 +11,8 @@ multi-storage client are Megatron's.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import itertools
 import logging
 import os
@@ -32,14 +34,17 @@ from megatron_datastates.mcore.training.arguments import msc_is_enabled
 from megatron_datastates.pipeline.near.places import read_published, remove_folder, save_ids_in
 from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 5.0  # for --save, once
 _NOTE = "on_save_checkpoint_success"  # Megatron's function that reports a checkpoint to W&B
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
 # tracker, and whether the save's directory in --save could not be made.
 _is_on = False
 _is_ours = False
 _is_out_of_reach = False
+_making: BackgroundThread | None = None  # the last one that has made a directory in --save, or hangs
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _numbers = itertools.count()  # of saves, in the order in which they began
@@ -49,7 +54,9 @@ _tracked: dict[Path, tuple[int, SaveId]] = {}
 
 @contextlib.contextmanager
 def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
-    """Wraps a `save_checkpoint`: if the tracker is ours, Megatron is going to write another one.
+    """Wraps a `save_checkpoint`, which begins whether its directory can be made or not.
+
+    If the tracker is ours, Megatron is going to write another one.
 
     Args:
         is_release: it saves a `release`, of which the tracker does not name an iteration.
@@ -67,7 +74,8 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     is_plain = is_plain and not getattr(args, "verify_integrity", False)
     _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
-        yield
+        with _without_directory(args.save):
+            yield
         return
     original = checkpointing.get_checkpoint_tracker_filename
     save = args.save
@@ -77,7 +85,7 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
     checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
     try:
-        with _without_directory(save) if _is_on else contextlib.nullcontext():
+        with _without_directory(save):
             yield
     finally:
         checkpointing.get_checkpoint_tracker_filename = original
@@ -85,35 +93,39 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_directory(save: str) -> Iterator[None]:
-    """Lets a save begin while its directory in --save cannot be made: it is published near.
+    """Lets a save begin while its directory in --save cannot be made, as on a full disk.
 
-    The drain makes the directory later. Where there is no room near, writing to it fails the save, on all
-    ranks. Megatron makes it, and looks what is in it, on rank 0 alone. An object store is never asked:
-    there is nothing to make, and a store that does not answer would end the job.
+    Megatron makes it, and looks what is in it, on rank 0 alone, which would end the job. So it is left to
+    what writes there: to the drain, if the save is published near; else to each rank, and an error fails the
+    save, on all ranks. An object store is never asked: there is nothing to make, and a store that does not
+    answer would end the job.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
 
     make, client = checkpointing.ensure_directory_exists, getattr(serialization, "maybe_msc", None)
-    if client is not None and is_object(save):
+    can_do_without = client is not None and not versions.installed().writes_common_file
+    if client is not None and (is_object(save) or (_is_on and can_do_without)):
         serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
     def ensure_directory_exists(filename: Any, *args: Any, **kwargs: Any) -> None:
         global _is_out_of_reach
-        try:
-            make(filename, *args, **kwargs)
+        making = functools.partial(make, filename, *args, **kwargs)
+        if not can_do_without:
+            making()  # this release writes a file of its own there
+            return
+        error = _made_soon(making) if _is_on else _made(making)
+        if error is None:
             _is_out_of_reach = False
-        except OSError as error:
-            if client is None or versions.installed().writes_common_file:
-                raise  # this release writes a file of its own there
-            if not _is_out_of_reach:
-                logger.warning(
-                    "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
-                    filename,
-                    error.strerror,
-                )
-            _is_out_of_reach = True
-            serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
+            return
+        if _is_on and not _is_out_of_reach:
+            logger.warning(
+                "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
+                filename,
+                error.strerror,
+            )
+        _is_out_of_reach = True
+        serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
     checkpointing.ensure_directory_exists = ensure_directory_exists
     try:
@@ -122,6 +134,30 @@ def _without_directory(save: str) -> Iterator[None]:
         checkpointing.ensure_directory_exists = make
         if client is not None:
             serialization.maybe_msc = client
+
+
+def _made(make: Callable[[], None]) -> OSError | None:
+    try:
+        make()
+    except OSError as error:
+        return error
+    return None
+
+
+def _made_soon(make: Callable[[], None]) -> OSError | None:
+    """Makes a directory in --save, but does not let the trainer wait for storage that hangs."""
+    global _making
+    error = OSError(errno.ETIMEDOUT, "no answer")
+    if _making is not None and not _making.join(0.0):
+        return error
+    found: list[OSError | None] = []
+    thread = BackgroundThread(lambda: found.append(_made(make)))
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started
+        return _made(make)
+    _making = thread
+    return found[0] if thread.join(_PATIENCE_SECONDS) and found else error
 
 
 class _Unreachable:

@@ -84,12 +84,13 @@ def saving(iteration: int) -> Iterator[None]:
             thread.join()
     finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
     there = os.path.join(args.save, name)  # noqa: PTH118
-    # Only rank 0 deletes. Path.exists would raise some errors, on it alone.
-    if finalize is not None and args.rank == 0 and os.path.exists(there):  # noqa: PTH110
-        finalize(blocking=True)  # deletions by retention with --async-save
-    is_read = not is_object(args.save)  # else the drain writes the tracker, and Megatron reads another one
-    if is_read and getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
-        mend(path_of(args.save) / TRACKER_NAME)
+    # Only rank 0 deletes. Path.exists would raise some errors, on it alone. With a near tier, the drain
+    # deletes and writes the tracker (so it does for an object store), and --save may hang.
+    if args.rank == 0 and not near.is_on():
+        if finalize is not None and os.path.exists(there):  # noqa: PTH110
+            finalize(blocking=True)  # deletions by retention with --async-save
+        if getattr(args, "save_retain_interval", None) is not None and not is_object(args.save):
+            mend(path_of(args.save) / TRACKER_NAME)
     _about_to_save.append(iteration)
     try:
         yield

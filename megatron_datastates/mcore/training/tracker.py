@@ -2,7 +2,8 @@
 
 Megatron opens it with mode 'w'. A kill at that moment leaves it empty, and unmodified Megatron then exits
 with code 0, untrained. We fall back to the newest complete checkpoint in its directory, with a warning; after
-a rollback, to the newest one of the branch that was saved last.
+a rollback, to the newest one of the branch that was saved last. If somebody has written the name of a
+directory into it, that one counts.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, any_path, read_regular
-from megatron_datastates.format.directory import RELEASE_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.runs.runs import complete_in, has_file, iteration_named
+from megatron_datastates.pipeline.runs.runs import (
+    complete_in,
+    has_file,
+    is_read_by_megatron,
+    iteration_named,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +64,7 @@ def mend(tracker: Path) -> None:
 
 
 def _damaged_text(tracker: Path) -> bytes | None:
-    """Returns the text of a tracker that names nothing; None if it names something, or is not there.
+    """Returns the text of a tracker that Megatron cannot read; None if it can, or if it is not there.
 
     None also if it cannot be read: Megatron raises that error.
     """
@@ -69,7 +74,7 @@ def _damaged_text(tracker: Path) -> bytes | None:
         text = read_regular(tracker, TRACKER_BYTES)
     except OSError:
         return None
-    return text if iteration_named(text) is None and text.strip() != RELEASE_NAME.encode() else None
+    return None if is_read_by_megatron(text) else text
 
 
 def _fallback(tracker: Path, text: bytes) -> int | None:
@@ -86,6 +91,9 @@ def _fallback(tracker: Path, text: bytes) -> int | None:
     found = complete_in(tracker.parent)
     if not any(has_file(path / MANIFEST_NAME) for path in found.values()):
         return None
+    if (named := iteration_named(text)) is not None:
+        logger.warning("%s holds the name of a directory, %r: taken for iteration %d", tracker, text, named)
+        return named
     (iteration,) = by_branch(tracker.parent, found)
     logger.warning(
         "%s is damaged: expected an iteration, found %r. "

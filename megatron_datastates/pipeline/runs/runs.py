@@ -52,7 +52,7 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
-_NUMBER = re.compile(rb"[0-9]{1,18}")
+_NAMED = re.compile(rb"(iter_)?([0-9]{1,18})")
 # What is there is no document: a directory, a pipe, or far too large.
 _NO_DOCUMENT = (errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 
@@ -393,8 +393,18 @@ def require_tracked(tracker: Path) -> int | None:
 
 
 def iteration_named(text: bytes) -> int | None:
-    """Returns the iteration that a tracker's content names; None if it names none."""
-    return int(text) if _NUMBER.fullmatch(text.strip()) else None
+    """Returns the iteration that a tracker's content names; None if it names none.
+
+    People write the name of its directory, too.
+    """
+    match = _NAMED.fullmatch(text.strip())
+    return int(match[2]) if match else None
+
+
+def is_read_by_megatron(text: bytes) -> bool:
+    """Returns whether Megatron can read a tracker's content: a number, or `release`."""
+    match = _NAMED.fullmatch(text.strip())
+    return match[1] is None if match else text.strip() == RELEASE_NAME.encode()
 
 
 def stored_bytes(directory: Path) -> int:
