@@ -401,6 +401,13 @@ def test_a_node_that_does_not_answer_holds_nobody_for_ever(
         nodes = copying(tmp_path)
         assert nodes.save(1).outcome is Outcome.PUBLISHED
         nodes.close()
+        if how == "silent":
+            listening.setblocking(False)
+            asked = [listening.accept() for _ in range(2)]  # by each of the two nodes, and only once
+            with pytest.raises(BlockingIOError):
+                listening.accept()
+            for connection, _ in asked:
+                connection.close()
     nodes.check(1)
     assert f"port {port}" in caplog.text
 
@@ -492,6 +499,24 @@ def test_a_file_is_downloaded_in_pieces(served: tuple[Server, Path, SaveId]) -> 
     server.withdraw(save_id)
     with pytest.raises(OSError, match="404"):
         next(download(endpoint, save_id, name, 256_000, memoryview(buffer)))
+
+
+def test_a_file_that_ends_early_is_an_error() -> None:
+    """As when the rank that serves it is killed."""
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        serving_one = thread.submit(serve)
+        address = b"\0" * 10 + b"\xff\xff" + bytes((127, 0, 0, 1))
+        endpoint = Endpoint(address, listening.getsockname()[1], bytes(16))
+        with pytest.raises(OSError, match="ended after 4 of 9 bytes"):
+            list(download(endpoint, SaveId(5, 1), "data", 9, memoryview(bytearray(9))))
+        serving_one.result()
 
 
 @pytest.mark.parametrize(

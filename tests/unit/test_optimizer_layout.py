@@ -248,6 +248,8 @@ def test_buckets_whose_parameters_have_no_known_place_fit_only_the_same_split_of
     )
     checkpoint: Any = SimpleNamespace(manifest=SimpleNamespace(parallel=stored))
     assert optimizer_places.holds_the_same(described, unplaced, checkpoint) is fits
+    monkeypatch.setattr(optimizer_places, "parallel_sizes", dict)
+    assert not optimizer_places.holds_the_same(described, unplaced, checkpoint), "nothing is known"
 
 
 # -- refusing -----------------------------------------------------------------------------------------------
