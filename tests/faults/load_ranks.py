@@ -144,12 +144,13 @@ def load_another_checkpoint_in_each_group(root: str, how: str, failing_rank: int
     wanted.replica_id = rank % 2
     base = TorchDistLoadShardedStrategy()
     chosen = FullyParallelLoadStrategyWrapper(base, group) if how == "parallel" else base
+    options: dict[str, Any] = {"verify_integrity": True} if "verified" in how else {}
     set_faults("read:1:EIO", failing_rank)
     loaded: dict[str, Any] = {}
     error = failure_of(
         lambda: loaded.update(
             dist_checkpointing.load(
-                {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group
+                {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group, **options
             )
         )
     )

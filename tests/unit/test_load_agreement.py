@@ -14,7 +14,7 @@ from megatron_datastates.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, is_caused_by_damage
+from megatron_datastates.mcore.load.agreement import Agreement, Failure, _cause, _summary, is_caused_by_damage
 
 
 def reported(*texts: str | None) -> str:
@@ -61,3 +61,10 @@ def test_damage_on_any_rank_is_the_cause_on_all():
     causes = [None, MissingKeyError("a"), StorageError("b"), CorruptDataError("c")]
     failures = {rank: Failure("", "n", cause, False) for rank, cause in enumerate(causes)}
     assert _cause(failures) is causes[2]
+
+
+def test_of_several_failures_of_a_rank_the_first_one_counts():
+    agreement = Agreement("ck", None)
+    for text in ("the cause", "what followed"):
+        agreement.fail(ValueError(text))
+    assert agreement.failure is not None and agreement.failure.text == "ValueError: the cause"
