@@ -229,11 +229,15 @@ def test_the_first_rank_of_each_process_group_looks_for_its_checksums(world: Wor
         assert f"failed on 1 of 2 ranks: rank {first}: Integrity manifest not found" in (error or "")
 
 
-def test_a_failure_before_an_exchange_reaches_the_ranks_of_all_groups(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["parallel", "late parallel"])
+def test_a_failure_before_an_exchange_reaches_the_ranks_of_all_groups(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """It comes before Megatron gathers metadata, or after."""
     require_verify_integrity()
     function = "load_ranks:load_another_checkpoint_in_each_group"
-    errors = [each["error"] for each in world.run(function, tmp_path, "parallel", 1, ranks=4)]
-    assert all("rank 1: " in error and "Input/output error" in error for error in errors)
+    errors = [each["error"] for each in world.run(function, tmp_path, how, 0, ranks=4)]
+    assert all(error and "rank 0: " in error and "Input/output error" in error for error in errors)
 
 
 # Besides Megatron's own gather of metadata and the collectives of an exchange.
