@@ -142,14 +142,18 @@ def load_another_checkpoint_in_each_group(root: str, how: str, failing_rank: int
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group, wanted = groups[rank // 2], plain("number", torch.zeros(5))
     wanted.replica_id = rank % 2
-    base = TorchDistLoadShardedStrategy()
-    chosen = FullyParallelLoadStrategyWrapper(base, group) if how == "parallel" else base
-    set_faults("read:1:EIO", failing_rank)
+    base = LateFaults()
+    chosen = FullyParallelLoadStrategyWrapper(base, group) if "parallel" in how else base
+    options: dict[str, Any] = {"verify_integrity": True} if "verified" in how else {}
+    if "late" not in how:
+        set_faults("read:1:EIO", failing_rank)
+    elif rank == failing_rank:
+        os.environ["LATE_FAULTS"] = "read:1:EIO"
     loaded: dict[str, Any] = {}
     error = failure_of(
         lambda: loaded.update(
             dist_checkpointing.load(
-                {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group
+                {"number": wanted}, str(Path(root, str(rank // 2))), chosen, process_group=group, **options
             )
         )
     )

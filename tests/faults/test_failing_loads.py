@@ -137,6 +137,7 @@ def test_disk_error_on_one_rank_fails_all(
     for failure in failures(world, saved(ranks), saved(ranks), ranks, plan=plan, odd_rank=1).values():
         assert f"failed on 1 of {ranks} ranks: rank 1: " in failure["error"]
         assert "Input/output error" in failure["error"] and str(saved(ranks)) in failure["error"]
+        assert failure["error"].count(" failed on ") == 1, "ranks share no failure that they have in common"
         assert failure["cause"] == "StorageError"
 
 
@@ -220,11 +221,23 @@ def test_process_groups_may_load_a_checkpoint_each(world: World, tmp_path: Path,
     assert [each["found"] for each in reports] == [0, 0, 1, 1]
 
 
-def test_a_failure_before_an_exchange_reaches_the_ranks_of_all_groups(world: World, tmp_path: Path) -> None:
+def test_the_first_rank_of_each_process_group_looks_for_its_checksums(world: World, tmp_path: Path) -> None:
     require_verify_integrity()
     function = "load_ranks:load_another_checkpoint_in_each_group"
-    errors = [each["error"] for each in world.run(function, tmp_path, "parallel", 1, ranks=4)]
-    assert all("rank 1: " in error and "Input/output error" in error for error in errors)
+    reports = world.run(function, tmp_path, "verified plain", -1, ranks=4)
+    for error, first in zip([each["error"] for each in reports], (0, 0, 2, 2), strict=True):
+        assert f"failed on 1 of 2 ranks: rank {first}: Integrity manifest not found" in (error or "")
+
+
+@pytest.mark.parametrize("how", ["parallel", "late parallel"])
+def test_a_failure_before_an_exchange_reaches_the_ranks_of_all_groups(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """It comes before Megatron gathers metadata, or after."""
+    require_verify_integrity()
+    function = "load_ranks:load_another_checkpoint_in_each_group"
+    errors = [each["error"] for each in world.run(function, tmp_path, how, 0, ranks=4)]
+    assert all(error and "rank 0: " in error and "Input/output error" in error for error in errors)
 
 
 # Besides Megatron's own gather of metadata and the collectives of an exchange.

@@ -57,6 +57,15 @@ def test_a_newer_one_of_another_format_is_not_verified_and_is_named(tmp_path, wh
     assert found == expected if whole else found.other == expected
 
 
+def test_an_older_one_of_another_format_is_not_named(tmp_path):
+    make(tmp_path, 2, 4)
+    path = tmp_path / "iter_0000001"
+    path.mkdir()
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (path / ".metadata").touch()
+    assert look(tmp_path, 4, 9) == FallbackSearch(2)
+
+
 def test_no_more_are_looked_at_than_asked_for(tmp_path):
     make(tmp_path, 1, 2, 3, 4)
     damage(tmp_path, 2)
@@ -84,6 +93,14 @@ def test_one_that_cannot_be_looked_at_is_not_passed_over_in_silence(tmp_path, ca
     hidden.chmod(0o755)
     assert found == FallbackSearch(1, True, [2])
     assert f"{hidden} cannot be listed: Permission denied" in caplog.text
+
+
+def test_one_whose_data_cannot_be_read_is_not_taken(tmp_path):
+    make(tmp_path, 1, 2, 4)
+    (path,) = data_files(tmp_path / "iter_0000002")
+    with bound_by_permissions():
+        path.chmod(0)
+        assert look(tmp_path, 4, 9) == FallbackSearch(1, True, [2])
 
 
 def test_one_without_its_optimizer_comes_last_and_is_said_to_be_that(tmp_path):

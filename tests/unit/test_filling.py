@@ -169,7 +169,16 @@ def test_targets_that_share_memory_are_found_and_neighbours_are_not() -> None:
     targets = [memory[4:8], memory[:4], memory[8:8], memory[8:12], memory[10:11], memory[11:16], memory[15:]]
     assert sharing(targets) == [3, 4, 5, 6]
     assert sharing([memory, memory]) == [0, 1]
+    assert sharing([memory, memory[:2], memory[4:6]]) == [0, 1, 2], "the last one begins beyond the second"
     assert sharing([memory]) == sharing([]) == []
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, torch.conj])
+def test_a_target_that_is_a_lazy_view_gets_the_values_that_it_shows(view: Any, tmp_path: Path) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    memory = torch.zeros_like(values)
+    ds.load(saved(tmp_path / "c", values), into={"w": view(memory)})
+    assert view(memory).tolist() == values.tolist()
 
 
 def test_a_target_made_in_inference_mode_is_filled_with_converted_values(tmp_path: Path) -> None:

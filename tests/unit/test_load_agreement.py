@@ -14,7 +14,8 @@ from megatron_datastates.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, is_caused_by_damage
+from megatron_datastates.mcore.load.agreement import Agreement, Failure, _cause, _summary, is_caused_by_damage
+from megatron_datastates.pipeline.publishing import collectives
 
 
 def reported(*texts: str | None) -> str:
@@ -61,3 +62,28 @@ def test_damage_on_any_rank_is_the_cause_on_all():
     causes = [None, MissingKeyError("a"), StorageError("b"), CorruptDataError("c")]
     failures = {rank: Failure("", "n", cause, False) for rank, cause in enumerate(causes)}
     assert _cause(failures) is causes[2]
+
+
+def test_of_several_failures_of_a_rank_the_first_one_counts():
+    agreement = Agreement("ck", None)
+    for text in ("the cause", "what followed"):
+        agreement.fail(ValueError(text))
+    assert agreement.failure is not None and agreement.failure.text == "ValueError: the cause"
+
+
+def test_what_any_rank_finds_counts_on_all(monkeypatch):
+    monkeypatch.setattr(collectives, "sum_now", lambda values, group: [values[0] + 1])
+    assert Agreement("ck", None).any(lambda: False)
+
+
+@pytest.mark.parametrize("problem", [None, ValueError("before")])
+def test_a_rank_that_fails_raises_once_it_has_taken_part(monkeypatch, problem):
+    def fails() -> bool:
+        assert problem is None, "is not called where something has failed before"
+        raise ValueError("now")
+
+    summed = []
+    monkeypatch.setattr(collectives, "sum_now", lambda values, group: summed.append(values) or [1])
+    with pytest.raises(ValueError, match="before" if problem else "now"):
+        Agreement("ck", None).any(fails, problem)
+    assert summed == [[0]]

@@ -52,6 +52,15 @@ def with_metadata(directory: Path, text: str) -> Path:
     return directory
 
 
+def test_a_load_of_another_format_waits_for_lazy_saves_of_the_memory_that_it_fills(tmp_path):
+    state = torch.arange(float(1 << 20))
+    before = state.clone()
+    handle = ds.async_save({"w": state}, tmp_path / "lazy", lazy=True, lazy_delay=0.5, **SMALL)
+    by_format.wrap_torch_dist_load(lambda *_: state.fill_(5.0))(None, {}, tmp_path)
+    handle.wait()
+    assert torch.equal(ds.load(tmp_path / "lazy")["w"], before)
+
+
 # -- whose directory --------------------------------------------------------------------------------------
 
 
@@ -93,6 +102,9 @@ def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
     assert load_config(str(ours)) == CheckpointingConfig("datastates", 1)
     assert load_config(str(tmp_path)) is None
     assert load_config("") is None
+    directory = Path(shutil.copytree(ours, tmp_path / "c"))
+    (directory / ".metadata").touch()  # of a later save, by DCP
+    assert load_config(str(directory)) is None
 
 
 def test_a_published_save_whose_metadata_json_is_nested_absurdly_gets_its_config(ours, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import gc
@@ -22,11 +23,12 @@ from megatron_datastates.pipeline.near import copying, places, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
+from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit import ranks_in_turn
 from tests.unit.command import run
-from tests.unit.states import data_files
+from tests.unit.states import OPTIONS, data_files
 from tests.unit.test_near_mishaps import eventually
 from tests.unit.test_near_replicas import NEVER_FAR, Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover
@@ -74,6 +76,15 @@ def test_what_cannot_be_read_in_save_for_a_moment_lets_nothing_older_be_resumed_
         with pytest.raises(StorageError, match=r"could not be copied to .*: rank 0: .* an error of a moment"):
             Cluster(monkeypatch, nodes.roots).recover(nodes.run)
     assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 2
+
+
+@pytest.mark.parametrize("fault", ["drain write:1:ENOSPC", "write manifest:1:ENOSPC"])
+def test_what_cannot_be_written_to_save_lets_nothing_older_be_loaded(fault: str, tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults=fault)
+    with pytest.raises(StorageError, match=r"could not be copied to .*: rank 0: .*No space left"):
+        bring_home(nodes.run, options)
+    assert recover(nodes)[0] == 3
 
 
 def test_what_cannot_be_read_in_save_is_taken_from_a_near_tier(

@@ -107,9 +107,17 @@ def test_a_near_tier_that_fills_up_in_a_save_fails_it_and_is_left_out_by_the_nex
     assert len([one for one in caplog.records if "is not used" in one.message]) == 1
 
 
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    ("is_brought", "is_known"),
+    [(True, True), (False, False), (True, False)],
+    ids=["in save", "near alone", "lost in save"],
+)
 def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
-    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_brought: bool,
+    is_known: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """At once if --save has the newest of what they left there, else once it has a later one."""
     before = Nodes(tmp_path, faults=NEVER_FAR)
@@ -117,8 +125,10 @@ def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
         before.save(iteration)
     abandon(before)
     room = 2.5 * sum(path.stat().st_size for path in before.near(1, 3).iterdir())
-    if is_known:
+    if is_brought:
         assert Cluster(monkeypatch, before.roots).recover(before.run)[0] == 3
+        if not is_known:
+            shutil.rmtree(before.directory(3))
     caplog.clear()
     nodes = Nodes(tmp_path)
     for saver in nodes.ranks.savers:

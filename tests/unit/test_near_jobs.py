@@ -261,6 +261,17 @@ def test_jobs_are_noted_in_save_and_in_near_tiers(tmp_path: Path) -> None:
         assert jobs_in(folder) == [Job(4, 0), Job(5, 11)]
 
 
+def test_a_note_that_could_not_be_written_is_kept_for_the_next_call(tmp_path: Path) -> None:
+    run, notes = tmp_path / "run", job_notes.JobNotes()
+    run.touch()  # no directory
+    notes.add(run, [run], SaveId(A, 1), 0, None)
+    notes.write()
+    run.unlink()
+    run.mkdir()
+    notes.write()
+    assert [job.run_id for job in jobs_in(run)] == [A]
+
+
 def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -197,3 +197,14 @@ def test_a_near_file_whose_bytes_are_damaged_is_read_from_the_checkpoint_instead
     path.write_bytes(data)
     assert torch.equal(half_near.read_tensor("w"), WANTED)
     assert f"reading from {half_near.directory} instead" in caplog.text
+
+
+def test_a_near_file_of_another_save_is_read_from_the_checkpoint_instead(
+    half_near: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ds.save({"w": -WANTED}, tmp_path / "other")
+    (near,) = (tmp_path / "near").rglob("data-*")
+    (other,) = (tmp_path / "other").glob("data-*")
+    shutil.copy(other, near)
+    assert torch.equal(half_near.read_tensor("w"), WANTED)
+    assert f"; reading it from {half_near.directory}" in caplog.text

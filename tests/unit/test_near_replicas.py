@@ -12,18 +12,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_datastates.config import MIB
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near import places, recovery, replicas, serving
 from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
 from megatron_datastates.pipeline.near.recovery import bring_home
-from megatron_datastates.pipeline.near.replicas import Replicas, share_of
+from megatron_datastates.pipeline.near.replicas import Replicas, Share, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.records import ENDPOINT_BYTES, RankRecord, Records
@@ -401,6 +404,13 @@ def test_a_node_that_does_not_answer_holds_nobody_for_ever(
         nodes = copying(tmp_path)
         assert nodes.save(1).outcome is Outcome.PUBLISHED
         nodes.close()
+        if how == "silent":
+            listening.setblocking(False)
+            asked = [listening.accept() for _ in range(2)]  # by each of the two nodes, and only once
+            with pytest.raises(BlockingIOError):
+                listening.accept()
+            for connection, _ in asked:
+                connection.close()
     nodes.check(1)
     assert f"port {port}" in caplog.text
 
@@ -492,6 +502,56 @@ def test_a_file_is_downloaded_in_pieces(served: tuple[Server, Path, SaveId]) -> 
     server.withdraw(save_id)
     with pytest.raises(OSError, match="404"):
         next(download(endpoint, save_id, name, 256_000, memoryview(buffer)))
+
+
+def test_a_download_is_given_up_once_its_save_is_over(
+    served: tuple[Server, Path, SaveId], tmp_path: Path
+) -> None:
+    server, folder, save_id = served
+    file: Any = SimpleNamespace(name=save_id.data_file_name(0), bytes=256_000)
+    manifest: Any = SimpleNamespace(save_id=save_id, file_save_id=lambda _: save_id)
+    copy = tmp_path / file.name
+    with pytest.raises(DataStatesError, match="given up: the save is over"):
+        Replicas(OPTIONS, Faults(""))._fetch(server.endpoint, copy, manifest, file, lambda: True)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_node_that_does_not_answer_is_not_asked_for_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def copy(self: Replicas, file: FileEntry, *rest: Any) -> int:
+        asked.append(file)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(Replicas, "_copy", copy)
+    monkeypatch.setattr(Replicas, "_require_room", lambda *_: None)
+    origin: Any = SimpleNamespace(host_name="node", rank=1)
+    files = [(FileEntry(SaveId(5, 1).data_file_name(1, group), 1, 9, 9, 9), origin) for group in (0, 1)]
+    manifest: Any = SimpleNamespace(save_id=SaveId(5, 1))
+    copied = Replicas(OPTIONS, Faults("")).fetch(
+        Share(files, own_bytes=9, node_bytes=18, nodes=2, is_first=True), tmp_path, manifest, lambda: False
+    )
+    assert len(asked) == 1 and "timed out" in copied.error
+
+
+def test_a_file_that_ends_early_is_an_error() -> None:
+    """As when the rank that serves it is killed."""
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        serving_one = thread.submit(serve)
+        address = b"\0" * 10 + b"\xff\xff" + bytes((127, 0, 0, 1))
+        endpoint = Endpoint(address, listening.getsockname()[1], bytes(16))
+        with pytest.raises(OSError, match="ended after 4 of 9 bytes"):
+            list(download(endpoint, SaveId(5, 1), "data", 9, memoryview(bytearray(9))))
+        serving_one.result()
 
 
 @pytest.mark.parametrize(

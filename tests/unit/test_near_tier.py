@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +176,19 @@ def test_what_is_not_far_yet_is_kept_near(tmp_path: Path) -> None:
         nodes.save(iteration)
     time.sleep(1.0)
     assert nodes.kept(0) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    abandon(nodes)
+
+
+def test_a_program_that_ends_with_an_error_leaves_its_saves_to_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = Nodes(tmp_path, **STALLED)
+    nodes.save(1)
+    monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
+    for saver in reversed(nodes.ranks.savers):
+        assert saver.near is not None
+        saver.near.close()
+    assert not nodes.is_far(1) and "iter_0000001: published in the near tiers only" in caplog.text
     abandon(nodes)
 
 

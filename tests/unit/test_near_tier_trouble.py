@@ -324,6 +324,14 @@ def test_each_nth_is_counted_among_the_saves_of_the_near_tier(tmp_path: Path) ->
     nodes.close()
 
 
+def test_a_save_of_which_a_part_is_in_save_already_is_not_left_near(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {}, {"near": ""}, drain_every=2)
+    nodes.save(1)
+    wait_for(lambda: nodes.is_far(1))
+    nodes.close()
+    nodes.check(1)
+
+
 def test_a_file_that_cannot_be_read_does_not_keep_later_saves_from_save(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, {"faults": "drain write:1:EIO"}, {})
     nodes.save(1)

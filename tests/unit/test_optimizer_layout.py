@@ -215,6 +215,14 @@ def test_maps_of_parameters_that_a_rank_lacks_are_not_used(tmp_path: Path) -> No
     assert "has elements [0, 12) of a bucket of 3" in refusal(directory, asked)
 
 
+def test_all_parameters_of_one_key_are_read(tmp_path: Path) -> None:
+    """As of layers that Megatron stores as one tensor."""
+    right, left = (shard("w", (4, 6), (0, at), (4, 3)) for at in (3, 0))
+    asked, memory = request(bucket(24, (0, 12, [right]), (12, 24, [left])), [(0, 12), (12, 24)])
+    dist_checkpointing.load(asked, str(save_halves(tmp_path / "c")))
+    assert torch.equal(memory[:12], half(1)[0][:12]) and torch.equal(memory[12:], half(0)[0][:12])
+
+
 def test_entries_without_tensors_which_megatron_cannot_merge_load(tmp_path: Path) -> None:
     _, described = half(0)
     asked, memory = request(described, [(0, 12), (14, 19)])
@@ -248,6 +256,8 @@ def test_buckets_whose_parameters_have_no_known_place_fit_only_the_same_split_of
     )
     checkpoint: Any = SimpleNamespace(manifest=SimpleNamespace(parallel=stored))
     assert optimizer_places.holds_the_same(described, unplaced, checkpoint) is fits
+    monkeypatch.setattr(optimizer_places, "parallel_sizes", dict)
+    assert not optimizer_places.holds_the_same(described, unplaced, checkpoint), "nothing is known"
 
 
 # -- refusing -----------------------------------------------------------------------------------------------

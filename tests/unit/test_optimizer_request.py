@@ -6,10 +6,17 @@ import gc
 import weakref
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_datastates.mcore.load.optimizer_request import own_buckets, wrap_sharded_state_dict
+from megatron_datastates.format.optimizer_map import OptimizerMap
+from megatron_datastates.mcore.load.optimizer_request import (
+    OwnBuckets,
+    bucket_of,
+    own_buckets,
+    wrap_sharded_state_dict,
+)
 from megatron_datastates.mcore.save.buckets import CARRIER
 
 
@@ -55,6 +62,15 @@ def test_buckets_are_described_with_the_keys_that_tensors_have_at_last() -> None
     (bucket,) = own.map.buckets
     assert bucket.name == "gbuf_idx_0.bucket_idx_0"
     assert [shard.key for shard in bucket.parameters[0].shards] == ["another"]
+
+
+def test_a_tensor_is_in_the_bucket_of_its_whole_name() -> None:
+    names = ("bucket_idx_1", "bucket_idx_10")
+    buckets = [{"name": name, "elements": 4, "states": ["param"], "parameters": []} for name in names]
+    own = OwnBuckets(lambda: msgspec.convert({"format_version": 1, "buckets": buckets}, OptimizerMap))
+    state = {CARRIER: ShardedObject(f"optimizer.{CARRIER}", [4], (1,), (0,))}
+    item = ShardedTensor.from_rank_offsets("optimizer.bucket_idx_10.param", torch.zeros(4))
+    assert bucket_of(own, state, item).name == "bucket_idx_10"
 
 
 def test_what_a_request_holds_goes_with_it() -> None:

@@ -15,6 +15,7 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates import stores
+from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -187,6 +188,26 @@ def test_what_a_save_may_be_writing_stays(far: ObjectStore) -> None:
     make_older("run/", 7200)
     assert [one.number for one in prune(ROOT, LAST)] == [100, 200]
     assert names() == {"iter_0000300"}
+
+
+def test_what_a_save_has_begun_to_write_since_the_plan_stays(far: ObjectStore) -> None:
+    first, second = plan_prune(ROOT, LAST).removed
+    stores.write(place(100) / OF_ANOTHER_SAVE, b"young")
+    begin_upload(f"run/iter_0000200/{OF_ANOTHER_SAVE}")
+    for one in (first, second):
+        assert f"a save into it may be under way: {OF_ANOTHER_SAVE}" in (ObjectRemoval(one).run(3600.0) or "")
+        assert one.path.joinpath(MANIFEST_NAME).is_file()
+
+
+def test_a_checkpoint_published_anew_during_its_removal_stays(far: ObjectStore, tmp_path: Path) -> None:
+    class Publishing(Faults):
+        def point(self, point: str) -> None:
+            if point == "remove file" and not (tmp_path / "new").exists():
+                put(100, tmp_path / "new")
+
+    (one, *_) = plan_prune(ROOT, LAST).removed
+    assert ObjectRemoval(one, Publishing("")).run(3600.0) is None
+    assert verify(place(100)).faults == []
 
 
 def test_left_overs_and_abandoned_uploads_are_removed(far: ObjectStore) -> None:

@@ -346,6 +346,21 @@ def test_a_save_that_publishes_beside_a_removal_of_keys_stays(tmp_path, monkeypa
     assert sum(name.startswith("index-") for name in os.listdir(tmp_path)) == 1
 
 
+def test_an_index_that_another_removal_of_the_same_keys_has_published_stays(tmp_path, monkeypatch):
+    ds.save({"a": torch.ones(8), "b": torch.zeros(8)}, tmp_path)
+    write_whole = remove_module.write_whole
+
+    def late(path, *args):
+        monkeypatch.setattr(remove_module, "write_whole", write_whole)
+        remove_keys(tmp_path, "b")
+        write_whole(path, *args)
+
+    monkeypatch.setattr(remove_module, "write_whole", late)
+    with pytest.raises(StorageError, match="no keys were removed from"):
+        remove_keys(tmp_path, "b")
+    assert {name: tensor.tolist() for name, tensor in ds.load(tmp_path).items()} == {"a": [1.0] * 8}
+
+
 def test_keys_that_are_removed_while_a_checkpoint_is_read_are_not_taken_for_damage(tmp_path):
     saver = new_saver()
     save(saver, tmp_path, {"a": torch.zeros(8), "b": torch.zeros(8)})

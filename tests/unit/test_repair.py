@@ -27,6 +27,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.verify import verify
+from megatron_datastates.providers.base import StateReader
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import OPTIONS, SMALL, State, data_files
@@ -155,6 +156,28 @@ def test_fields_that_no_file_states_are_left_out(tmp_path):
     assert any("no common state" in note for note in done.notes)
 
 
+def test_a_provider_that_may_have_stored_nothing_is_loaded(tmp_path):
+    """The new manifest does not name the providers of the save."""
+    ds.save({"a": torch.ones(3), "idle": Idle()}, tmp_path / "c", **SMALL)
+    lose(tmp_path / "c")
+    repair(tmp_path / "c", options=OPTIONS)
+    found = Idle()
+    ds.load(tmp_path / "c", into={"idle": found})
+    assert found.is_restored
+
+
+class Idle:
+    """A state provider without state."""
+
+    is_restored = False
+
+    def entries(self) -> tuple[()]:
+        return ()
+
+    def restore(self, reader: StateReader) -> None:
+        self.is_restored = True
+
+
 @pytest.mark.parametrize("point", ["write manifest", "rename manifest", "sync directory of manifest"])
 def test_a_kill_leaves_no_manifest_or_a_whole_one(directory, point):
     lose(directory)
@@ -239,6 +262,11 @@ def test_ranks_that_disagree_about_their_number_are_refused(tmp_path):
         name = SAVE.data_file_name(rank)
         (tmp_path / name).write_bytes(data_file(Part(), rank, world_size))
     assert "is of a save by 3 ranks, others are by 2" in refusal(tmp_path)
+
+
+def test_a_rank_beyond_their_number_is_refused(tmp_path):
+    (tmp_path / SAVE.data_file_name(2)).write_bytes(data_file(Part(), rank=2, world_size=2))
+    assert "was written as rank 2 of save" in refusal(tmp_path)
 
 
 def test_an_index_under_another_name_is_refused(directory):
