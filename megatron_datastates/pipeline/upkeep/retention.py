@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.files import is_denied, is_object, names_in, path_of
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
@@ -33,7 +34,6 @@ from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.run_folders import why_no_run
 from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, find_iterations, require_tracked
 from megatron_datastates.pipeline.upkeep.left_overs import (
-    MIN_AGE_SECONDS,
     UnnamedFile,
     age_text,
     under_way,
