@@ -9,7 +9,8 @@ of the manifest.
 
 Two jobs may save into one directory at once: one that was requeued, and its predecessor that has not ended.
 So every name but those of the manifest and metadata.json belongs to one save, and a save removes only what
-the manifest that it has replaced named, and what earlier saves of its own job have left.
+the manifest that it has replaced named, what earlier saves of its own job have left, and what saves of other
+jobs have left that were silent for long: one of those may still look for its files, and name them then.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
@@ -28,11 +29,19 @@ from pathlib import Path
 from megatron_datastates import stores
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.files import OBJECT_BYTES, is_object, open_regular, read_regular, size_of
+from megatron_datastates.files import (
+    OBJECT_BYTES,
+    changed_at,
+    is_object,
+    open_regular,
+    read_regular,
+    size_of,
+)
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
 
 MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
+_MIN_AGE_CONTINUED_SECONDS = 600.0  # likewise, of a run that is continued: its job should be over
 
 
 def write_whole(
@@ -166,11 +175,13 @@ def remove_replaced(
     Args:
         replaced: data files that the manifest named in whose place the save's own is now.
         superseded: patterns of files of a checkpoint in another format.
-        continued: ids of the runs that this one goes on from: their jobs are over.
+        continued: ids of the runs that this one goes on from: their jobs are over, or about to end.
     """
     removed = []
     names = replaced if is_object(directory) else os.listdir(directory)
     left = set() if is_object(directory) else _left_by_others(directory, names, published, continued)
+    if left:
+        sync_directory(directory)  # a crash must not bring back an older manifest, which may name them
     for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
         ours = name in replaced or published.follows(name) or save_id_in_name(name) in left
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
@@ -182,7 +193,7 @@ def remove_replaced(
 def _left_by_others(
     directory: Path, names: Collection[str], published: SaveId, continued: Collection[int]
 ) -> set[SaveId]:
-    """Returns the saves of other runs that have left files: of runs that are over, or silent for an hour.
+    """Returns the saves of other runs that have left files, and were silent for long.
 
     By the file system's clock: the manifest has just been written.
     """
@@ -192,10 +203,10 @@ def _left_by_others(
         save = save_id_in_name(name)
         if save is not None and save.run_id != published.run_id:
             with contextlib.suppress(FileNotFoundError):
-                changed = (directory / name).stat().st_mtime
+                changed = changed_at((directory / name).lstat())
                 last_change[save] = max(last_change.get(save, changed), changed)
     return {
         save
         for save, changed in last_change.items()
-        if save.run_id in continued or written - changed >= MIN_AGE_SECONDS
+        if written - changed >= (_MIN_AGE_CONTINUED_SECONDS if save.run_id in continued else MIN_AGE_SECONDS)
     }

@@ -15,6 +15,7 @@ BACKEND = "datastates"  # this format, as metadata.json names it
 TORCH_DIST = "torch_dist"  # likewise
 LEGACY = "torch"  # Megatron's format of one file for each rank, as --ckpt-format names it: no file says it
 LEGACY_FOLDER = "mp_rank_"  # its names begin with this
+LEGACY_FILE = "model_optim_rng.pt"  # in each
 METADATA_NAME = "metadata.json"  # Megatron's, in every format: says which format it is; written last
 TORCH_DIST_INDEX = ".metadata"  # DCP's
 OPTIMIZER_MAPS_NAME = "datastates-optimizer-maps.json"  # ours, in a converted checkpoint of torch_dist

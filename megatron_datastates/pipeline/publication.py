@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import DataStatesError, SaveFailedError
+from megatron_datastates.errors import DataStatesError, SaveFailedError, is_interrupt
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.replicas import Replicas
 from megatron_datastates.pipeline.near.share import NearShare
@@ -390,6 +390,7 @@ class Publication:
 
         Raises:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
+            BaseException: KeyboardInterrupt and the like (errors.is_interrupt), after the same.
         """
         self.records, self.extras = Records(b"".join(part.record for part in parts)), extras
         epoch = self.layouts.begin_use()
@@ -407,7 +408,10 @@ class Publication:
         rank = self.collectives.rank
         failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
         self._fail(b"".join(failures))
-        raise SaveFailedError(self.error) from self.save.cause
+        cause = self.save.cause
+        if cause is not None and is_interrupt(cause):
+            raise cause
+        raise SaveFailedError(self.error) from cause
 
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 

@@ -22,9 +22,10 @@ What the search shows to be redundant: the ranks' own syncs of the directory (th
 repeats them), and prune's second look at left-overs (its guard suffices; the look backs it up).
 
 Not modelled: file systems whose clients do not see each other's names at once (NFS with attribute caches),
-or whose rename is not atomic; syncs that lie; clocks (prune takes files for old only if their save is over
-or dead, so its guard of an hour is an assumption here); foreign files; hostile contents; a third run;
-removal of the directory itself; a fault of prune between renaming a manifest and reading it.
+or whose rename is not atomic; syncs that lie; clocks (prune, and saves of other runs, take files for old
+only if their save is over or dead, so their guards of an hour and of ten minutes are assumptions here);
+foreign files; hostile contents; a third run; removal of the directory itself; a fault of prune between
+renaming a manifest and reading it.
 
 The values are in files.py and state.py, the steps in publishing.py and pruning.py.
 """

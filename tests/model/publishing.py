@@ -185,7 +185,10 @@ def _publisher_step(model: Model, state: State, number: int, run: Run, save: str
         files.rename(temporary, MANIFEST)
         after = after._replace(renamed=True)
     elif run.at == "list":
-        after = after._replace(todo=_to_remove(model, files, run, save))
+        after = after._replace(todo=_to_remove(model, state, number, files, run, save))
+        is_left = any(model.owner(name) in model.saves[1 - number] for name in after.todo)
+        if is_left and "what other runs have left goes without a sync" not in model.mutants:
+            files.sync()
     return f"{save}: {run.at}", with_run(state, number, after, files)
 
 
@@ -214,12 +217,17 @@ def _next(model: Model, at: str) -> str:
     return following
 
 
-def _to_remove(model: Model, files: Files, run: Run, save: str) -> tuple[str, ...]:
+def _to_remove(model: Model, state: State, number: int, files: Files, run: Run, save: str) -> tuple[str, ...]:
     """Lists what engine.atomic_files.remove_replaced would remove."""
-    keep = set(model.files(save))
+    keep, named = set(model.files(save)), save_of(files.get(MANIFEST))
     old = set(model.files(run.replaced)) if run.replaced else set()
     for before in model.earlier(save):
         old |= {*model.files(before), model.temporary(before)}
+    other = state.runs[1 - number]
+    if other.at in ("ended", "dead") or "files of a run that is under way are removed" in model.mutants:
+        for left in () if model.same_run else model.saves[1 - number]:
+            if left != named:
+                old |= {*model.files(left), model.temporary(left)}
     if "all that the manifest does not name is removed" in model.mutants:
         old = set(files.listed()) - {MANIFEST, REMOVAL}
     return tuple(name for name in files.listed() if name in old - keep)

@@ -65,6 +65,8 @@ MUTANTS = [
     (ONE_EACH, "temporary name is shared", "(1)"),
     (TWO_RUNS, "index name is shared", "(1)"),
     (ONE_EACH, "all that the manifest does not name is removed", "(1)"),
+    (ONE_EACH, "files of a run that is under way are removed", "(1)"),
+    (TWO_RUNS, "what other runs have left goes without a sync", "(1)"),
     (ONE_EACH, "files are removed before the rename", "(1)"),
     (ONE_EACH, "files are removed after records were sent", "(1)"),
     (ONE_EACH, "files are removed even if the manifest was renamed", "(1)"),

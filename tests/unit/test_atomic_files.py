@@ -15,7 +15,7 @@ from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST, METADATA_NAME
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
 
 NONE = Faults("")
 INDEX = "index-" + "0" * 32
@@ -126,28 +126,52 @@ def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
 
 
 def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
-    """Of a run that this one continues, or silent for an hour; a save is as old as its youngest file."""
-    over, dead, slow, younger = (
-        SaveId(3, 1),
-        SaveId(4, 1),
-        SaveId(5, 1),
-        SaveId(SAVE.run_id, SAVE.ordinal + 1),
-    )
+    """Silent for an hour, or ten minutes if its run is continued; a save is as old as its youngest file."""
+    over, dead, slow, ending = SaveId(3, 1), SaveId(4, 1), SaveId(5, 1), SaveId(3, 2)
+    younger = SaveId(SAVE.run_id, SAVE.ordinal + 1)
     left = [over.data_file_name(0), dead.data_file_name(0), dead.data_file_name(1)]
     kept = [SAVE.data_file_name(0), SaveId(6, 1).data_file_name(0)]  # the latter is named, as it is shared
     kept += [
         slow.data_file_name(0),
         slow.data_file_name(1),
+        ending.data_file_name(0),
         younger.data_file_name(0),
         MANIFEST_NAME,
         "notes",
     ]
     populate(tmp_path, [*left, *kept])
     hour_ago = (tmp_path / MANIFEST_NAME).stat().st_mtime - atomic_files.MIN_AGE_SECONDS
-    for name in {*left, *kept} - {over.data_file_name(0), slow.data_file_name(1), MANIFEST_NAME}:
-        os.utime(tmp_path / name, (hour_ago, hour_ago))
+    for name in {*left, *kept} - {slow.data_file_name(1), MANIFEST_NAME}:
+        since = hour_ago + {over: 3000, ending: 3010}.get(save_id_in_name(name), 0)
+        os.utime(tmp_path / name, (since, since))
     assert sorted(remove_replaced(tmp_path, set(kept[:2]), SAVE, (), continued={3})) == sorted(left)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_a_crash_does_not_bring_back_a_manifest_that_names_what_a_save_removes(tmp_path, monkeypatch):
+    """The manifest that was read may not be durable yet; an older one may name what other runs have left."""
+    left, steps, unlink = SaveId(3, 1).data_file_name(0), [], Path.unlink
+    populate(tmp_path, [MANIFEST_NAME, left])
+    os.utime(tmp_path / left, (0, 0))
+    monkeypatch.setattr(atomic_files, "sync_directory", lambda path: steps.append("sync"))
+    monkeypatch.setattr(Path, "unlink", lambda path, **how: (steps.append(path.name), unlink(path, **how)))
+    remove_replaced(tmp_path, set(), SAVE, ())
+    remove_replaced(tmp_path, set(), SAVE, ())
+    assert steps == ["sync", left]
+
+
+def test_a_file_that_a_save_under_way_has_linked_is_not_as_old_as_its_bytes(tmp_path):
+    """It has the name of the earlier save that wrote it, as files of unchanged tensors do."""
+    directory, before = tmp_path / "iter_0000002", tmp_path / "iter_0000001"
+    shared, own = SaveId(4, 1).data_file_name(0, 1), SaveId(4, 2).data_file_name(0)
+    directory.mkdir()
+    before.mkdir()
+    populate(before, [shared])
+    populate(directory, [MANIFEST_NAME, own])
+    long_ago = (directory / MANIFEST_NAME).stat().st_mtime - 2 * atomic_files.MIN_AGE_SECONDS
+    os.utime(before / shared, (long_ago, long_ago))
+    os.link(before / shared, directory / shared)
+    assert remove_replaced(directory, set(), SAVE, ()) == []
 
 
 def test_a_failure_names_the_file_and_leaves_no_other(tmp_path, monkeypatch):

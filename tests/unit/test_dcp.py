@@ -15,6 +15,7 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -49,6 +50,7 @@ from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.opening import read_manifest
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.upkeep.repair import repair
@@ -795,6 +797,15 @@ def test_a_coordinator_does_not_keep_the_layouts_of_all_saves(
     for size in (1, 20):
         found = load({f"w{i}": torch.zeros(size) for i in range(8)}, tmp_path / str(size))
         assert all(torch.equal(one, torch.ones(size)) for one in found.values())
+
+
+def test_an_interrupt_of_the_publishing_is_not_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectoryPublisher, "publish", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.ones(1)}, tmp_path)
+    assert [type(error) for error, _ in caught.value.failures.values()] == [KeyboardInterrupt]
 
 
 def test_a_publishing_that_is_interrupted_does_not_keep_layouts_for_ever(

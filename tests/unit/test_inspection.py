@@ -235,6 +235,11 @@ def test_a_checkpoint_of_megatrons_legacy_format_is_named_and_left_to_megatron(t
     assert output_of("ls", tmp_path).splitlines()[1].split()[:3] == ["100", "torch", "unreadable"]
     assert "a checkpoint of Megatron's legacy format (--ckpt-format torch)" in refused("show", checkpoint)
     assert "(its format is torch)" in output_of("prune", tmp_path, "--keep-last", 1)
+    folder = checkpoint / "mp_rank_00"
+    (folder / "model_optim_rng.pt").rename(folder / "train_dataloader_dprank000.pt")
+    assert output_of("ls", tmp_path).splitlines()[1].split()[:2] == ["100", "unknown"], (
+        "--dataloader-save makes such folders, whatever the format"
+    )
 
 
 # -- bad input --------------------------------------------------------------------------------------------

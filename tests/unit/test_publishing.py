@@ -17,7 +17,7 @@ import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME
-from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading import load as load_module
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -25,6 +25,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher, lateness, presence
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.indexes import IndexExchange
+from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.pipeline.upkeep import remove as remove_module
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
@@ -247,8 +248,11 @@ class TwoRuns:
         self.directory = directory
         self.savers = [new_saver(), new_saver()]
 
-    def start(self, run: int, number: int) -> Publication:
-        return self.savers[run].start(self.directory, State(tensors(number)))
+    def start(self, run: int, number: int, resumed: Publication | None = None) -> Publication:
+        """Starts a save of a run that goes on, perhaps, from a save of the other one."""
+        origin = None if resumed is None else Origin(1, (Ancestor(1, str(resumed.save.context.save_id)),))
+        extras = PublicationExtras(origin=origin)
+        return self.savers[run].start(self.directory, State(tensors(number)), extras=extras)
 
     def close(self) -> None:
         FENCE.forget()
@@ -268,15 +272,37 @@ def test_savers_of_two_runs_have_different_run_ids(runs):
     assert len(ids) == 2
 
 
-def test_a_save_leaves_what_another_run_has_not_published_yet(runs):
+@pytest.mark.parametrize("is_requeued", [False, True])
+def test_a_save_leaves_what_another_run_has_not_published_yet(runs, is_requeued):
+    """Also if it goes on from that run, which may not have ended: requeued jobs overlap."""
     slow = runs.start(0, 1)
     while not slow.save.is_durable:
         slow.save.advance()
-    assert runs.start(1, 2).wait() is Outcome.PUBLISHED
+    assert runs.start(1, 2, slow if is_requeued else None).wait() is Outcome.PUBLISHED
     assert_holds(runs.directory, 2)
     assert slow.wait() is Outcome.PUBLISHED
     assert_holds(runs.directory, 1)
     assert len(data_files(runs.directory)) == 1, "what was replaced is removed"
+
+
+def test_a_requeued_job_does_not_remove_what_its_predecessor_is_about_to_name(runs, monkeypatch):
+    """Between the look at all files and the rename of the manifest, nobody looks."""
+    sync, has_looked, is_published = directory_publisher.sync_above, threading.Event(), threading.Event()
+
+    def after_the_other(directory: Path) -> None:
+        if not has_looked.is_set():
+            has_looked.set()
+            assert is_published.wait(30.0)
+        sync(directory)
+
+    monkeypatch.setattr(directory_publisher, "sync_above", after_the_other)
+    slow = runs.start(0, 1)
+    while not has_looked.is_set():
+        assert slow.poll() is Outcome.PENDING
+    assert runs.start(1, 2, slow).wait() is Outcome.PUBLISHED
+    is_published.set()
+    assert slow.wait() is Outcome.PUBLISHED, slow.error
+    assert_holds(runs.directory, 1)
 
 
 @pytest.mark.parametrize("order", ["aabb", "abab", "abba", "baab", "baba", "bbaa"])

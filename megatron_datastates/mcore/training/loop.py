@@ -264,8 +264,8 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         held, calls = trainer_held("save_checkpoint"), SAVES.calls
         with (
             held,
-            retention.saving(iteration),
             near.saving(_options, is_release=bool(call.get("release"))),
+            retention.saving(iteration),  # which asks whether saves are near
             dataloader.saving(is_ours=is_ours),
             device_cache.saving(is_ours=is_ours),
             contextlib.nullcontext() if is_ours else structure_as_given(chosen),

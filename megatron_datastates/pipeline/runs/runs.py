@@ -42,6 +42,7 @@ from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
     LEGACY,
+    LEGACY_FILE,
     LEGACY_FOLDER,
     METADATA_NAME,
     RELEASE_NAME,
@@ -161,7 +162,12 @@ def _format_by_names(path: Path) -> str:
         return TORCH_DIST
     if any(map(is_own_file_name, names)):
         return BACKEND
-    return LEGACY if any(name.startswith(LEGACY_FOLDER) for name in names) else "unknown"
+    # Megatron puts states of data loaders into such folders, too, whatever the format.
+    folders = [path / name for name in names if name.startswith(LEGACY_FOLDER)]
+    try:
+        return LEGACY if any(has_file(folder / LEGACY_FILE) for folder in folders) else "unknown"
+    except OSError:
+        return "unknown"
 
 
 def format_of(directory: str | os.PathLike[str]) -> str | None:
