@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pretrain_tiny
 import tiny_rank
@@ -53,8 +52,8 @@ class Strike(threading.Thread):
         )
 
 
-def train_until(strike: Callable[[int], Strike]) -> int:
-    """Trains to the end; returns how often it was restarted."""
+def train(strike: Callable[[int], Strike]) -> None:
+    """Trains to the end, restarted RESTARTS times."""
     for attempt in range(RESTARTS):
         striking = strike(attempt)
         striking.start()
@@ -71,7 +70,6 @@ def train_until(strike: Callable[[int], Strike]) -> int:
             striking.join()
             loop.destroy_global_state()
     pretrain(RESTARTS)
-    return RESTARTS
 
 
 def pretrain(attempt: int) -> None:
@@ -93,6 +91,5 @@ def main(arguments: list[str], folder: str) -> None:
     def strike(attempt: int) -> Strike:
         return Strike(recorder, STEPS_BETWEEN * (attempt + 1), delays.uniform(0.0, MOST_DELAY_SECONDS))
 
-    record: dict[str, Any] = {"restarts": train_until(strike)}
-    record |= recorder.record()
-    Path(folder, "rank0.json").write_text(json.dumps(record))
+    train(strike)
+    Path(folder, "rank0.json").write_text(json.dumps(recorder.record()))
