@@ -143,4 +143,19 @@ nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const 
   return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)), found);
 }
 
+nb::object MeasureStorages(const nb::list& storages, nb::handle address_of) {
+  std::vector<uint64_t> addresses, sizes;
+  addresses.reserve(storages.size());
+  sizes.reserve(storages.size());
+  for (nb::handle storage : storages) {
+    const Py_ssize_t bytes = PyObject_Size(storage.ptr());
+    const nb::object address = nb::steal(PyObject_CallOneArg(address_of.ptr(), storage.ptr()));
+    if (bytes < 0 || !address.is_valid()) throw nb::python_error();
+    sizes.push_back(static_cast<uint64_t>(bytes));
+    addresses.push_back(nb::cast<uint64_t>(address));
+  }
+  return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)),
+                        nb::bytes(sizes.data(), sizes.size() * sizeof(uint64_t)));
+}
+
 }  // namespace datastates

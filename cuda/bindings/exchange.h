@@ -23,4 +23,8 @@ nanobind::object LocateTensors(const nanobind::capsule& api, const nanobind::lis
                                const nanobind::bytes& known, nanobind::handle is_neg,
                                nanobind::handle storage_of);
 
+// Returns (addresses, sizes in bytes) of storages, as arrays of 64-bit words. `address_of` returns the
+// address of one; the size is its length in Python. Raises what `address_of` raises.
+nanobind::object MeasureStorages(const nanobind::list& storages, nanobind::handle address_of);
+
 }  // namespace datastates

@@ -257,6 +257,7 @@ NB_MODULE(_native, module) {
   module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, "is_neg"_a, "storage_of"_a.none());
   module.def("locate_tensors", &LocateTensors, "api"_a, "tensors"_a, "types"_a, "description"_a, "known"_a,
              "is_neg"_a, "storage_of"_a);
+  module.def("measure_storages", &MeasureStorages, "storages"_a, "address_of"_a);
   nb::class_<Structure>(module, "Structure")
       .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,
                     const std::vector<std::string>&, const std::vector<std::string>&>(),

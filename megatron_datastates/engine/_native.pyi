@@ -164,6 +164,9 @@ def locate_tensors(
 ) -> tuple[bytes, list[Any]] | None:
     """Returns (addresses, storages) of tensors that are as described, see engine/exchange.py; else None."""
 
+def measure_storages(storages: list[Any], address_of: object) -> tuple[bytes, bytes]:
+    """Returns (addresses, sizes in bytes), see engine/exchange.py."""
+
 class Structure:
     def __init__(
         self, owners: list[Any], roots: list[Any], *, attributes: list[str], own: list[str], opaque: list[str]

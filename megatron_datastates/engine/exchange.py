@@ -53,6 +53,12 @@ def located(tensors: list[torch.Tensor], types: list[type], facts: Facts, known:
     return Described(facts, np.frombuffer(found[0], np.uint64), found[1]) if found is not None else None
 
 
+def measured(storages: list[Any]) -> tuple[Words, Words]:
+    """Returns the addresses of untyped storages, and their sizes in bytes."""
+    addresses, sizes = native.measure_storages(storages, torch.UntypedStorage.data_ptr)
+    return np.frombuffer(addresses, np.uint64), np.frombuffer(sizes, np.uint64)
+
+
 def _look(tensors: list[torch.Tensor], storage_of: object) -> tuple[bytes, Facts, list[Any]] | None:
     if _EXCHANGE is None:
         return None

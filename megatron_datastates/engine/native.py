@@ -29,6 +29,7 @@ SaveJob = _native.SaveJob
 crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors
 locate_tensors = _native.locate_tensors
+measure_storages = _native.measure_storages
 Structure = _native.Structure
 Reader = _native.Reader
 ReadJob = _native.ReadJob

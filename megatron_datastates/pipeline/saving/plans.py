@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.engine.exchange import Described, Facts, describe
+from megatron_datastates.engine.exchange import Described, Facts, describe, measured
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.strides import footprint_elements
@@ -229,9 +229,7 @@ def check_bounds(structure: Structure, tensors: Tensors, memory: Memory) -> None
     Raises:
         MismatchError: one is not.
     """
-    count = len(tensors)
-    starts = np.fromiter(map(torch.UntypedStorage.data_ptr, memory.owners), np.uint64, count)
-    sizes = np.fromiter(map(torch.UntypedStorage.nbytes, memory.owners), np.uint64, count)
+    starts, sizes = measured(memory.owners)
     extents = structure.extents
     is_outside = (memory.addresses < starts) | (memory.addresses + extents > starts + sizes)
     for i in np.flatnonzero(is_outside & (extents > 0)).tolist():
