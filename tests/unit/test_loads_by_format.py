@@ -112,6 +112,15 @@ def test_a_published_save_whose_metadata_json_is_nested_absurdly_gets_its_config
     assert maybe_load_config(str(damaged)) == CheckpointingConfig("datastates", 1)
 
 
+def test_a_metadata_json_whose_read_fails_does_not_stop_a_load_of_a_published_save(ours, tmp_path):
+    damaged = Path(shutil.copytree(ours, tmp_path / "c"))
+    (damaged / "metadata.json").symlink_to("/proc/self/mem")  # a regular file, says the system; reads fail
+    assert maybe_load_config(str(damaged)) == CheckpointingConfig("datastates", 1)
+    (damaged / "datastates.manifest").unlink()
+    with pytest.raises(CheckpointingException, match=r"metadata.json cannot be read \(OSError: .* no data"):
+        maybe_load_config(str(damaged))
+
+
 def directory(path: Path) -> None:
     path.mkdir()
 

@@ -34,7 +34,7 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
             config = original(checkpoint_dir, *args, **kwargs)
             is_damaged = config is not None and not isinstance(config.sharded_backend, str)
             problem: Exception | None = TypeError("it has no name of a backend") if is_damaged else None
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:  # damaged
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             config, problem, is_damaged = None, error, True
         # Without metadata.json, DCP's index may be of a later save than our manifest (Megatron-FSDP's).
         found = is_published if is_damaged else is_ours
@@ -42,8 +42,9 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
             return CheckpointingConfig(BACKEND, 1)
         if is_damaged and may_be_ours(checkpoint_dir):
             metadata = any_path(checkpoint_dir) / METADATA_NAME
+            what = "cannot be read" if isinstance(problem, OSError) else "is damaged"
             raise CheckpointingException(
-                f"{metadata} is damaged ({type(problem).__name__}: {problem}), "
+                f"{metadata} {what} ({type(problem).__name__}: {problem}), "
                 f"and there is no {MANIFEST_NAME}: the save was not published; load another checkpoint"
             ) from problem
         if config is None and problem is not None:
