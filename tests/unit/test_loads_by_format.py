@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
     CheckpointingException,
@@ -119,6 +120,20 @@ def test_a_metadata_json_whose_read_fails_does_not_stop_a_load_of_a_published_sa
     (damaged / "datastates.manifest").unlink()
     with pytest.raises(CheckpointingException, match=r"metadata.json cannot be read \(OSError: .* no data"):
         maybe_load_config(str(damaged))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(True, "a bool"), ([], "a list of 0"), ([1, 2], "a list of 2"), ("text", "a str")]
+)
+def test_an_object_that_megatron_did_not_save_is_refused_by_name(value, found, tmp_path):
+    """Megatron fails with an error that names nothing."""
+    ds.save(TENSORS | OBJECTS | {"rng/shard_0_1": value}, tmp_path / "c", **SMALL)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CheckpointingException, match=f"'rng/shard_0_1' is {found}: expected a list of 1"):
+            dist_checkpointing.load({"rng": ShardedObject("rng", None, (1,), (0,))}, str(tmp_path / "c"))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def directory(path: Path) -> None:

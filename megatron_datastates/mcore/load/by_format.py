@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_ours(checkpoint_dir):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
         from torch.distributed.checkpoint.api import CheckpointException
 
         from megatron_datastates.mcore.errors import LoadMismatch, load_errors, ours_within
@@ -144,7 +146,8 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
                     raise LoadMismatch(f"{checkpoint_dir}: {problem}")
                 checkpoint.index.preload(boxes)
             try:
-                with state.opened(boxes=boxes):
+                asked = (item.unique_key for item in items if isinstance(item, ShardedObject))
+                with state.opened(boxes=boxes, objects=Counter(asked)):
                     loaded = original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
             except CheckpointException as error:  # DCP wraps what its reader and planner raise
                 ours = ours_within(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -43,6 +44,7 @@ class Load:
     agreement: Any = None  # an agreement.Agreement if several ranks take part
     tracker: LoadTracker | None = None  # of the load that is being reported, if any
     boxes: Boxes | None = None  # the requested ones of each tensor
+    objects: Counter[str] = dataclasses.field(default_factory=Counter)  # requests of each, by unique key
     restated: Restated | None = None  # of a request for optimizer state in another parallel layout
     # What it has opened, with which options. Another save may publish there meanwhile, but all that one load
     # reads is of the same save.

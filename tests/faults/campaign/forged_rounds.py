@@ -156,7 +156,9 @@ class _Judge:
             done, tensor = self.tried("state of a parameter", lambda one=state: one.read())
             if done and self._forgery.kind != "optimizer map":
                 bucket = claims.tensor(f"{forging.GROUP}.{forging.BUCKET}.exp_avg")
-                self._expect(key, _bytes(tensor), None if bucket is None else bucket[8:56])
+                item = tensor.element_size()  # an index may say that the bucket has other numbers
+                honest = None if bucket is None else bucket[2 * item : 14 * item]
+                self._expect(key, _bytes(tensor), honest)
             elif done:
                 self._expect(key, _bytes(tensor), self._state_by_map(checkpoint, key, claims))
 

@@ -76,8 +76,11 @@ class Claims:
         if min(tensor.shape, default=0) < 0 or count > MOST_ELEMENTS:
             return None
         made: dict[tuple[int, ...], bytes] = {}
-        for offset, shape, file, at in tensor.fragments:
-            if min([*offset, *shape, file, at]) < 0 or file >= len(self.data):
+        for *box, file, at in tensor.fragments:
+            # As `columns` writes them: numbers from 2**64 on become smaller ones.
+            offset, shape = ([int(number) % (1 << 64) for number in numbers] for numbers in box)
+            file, at = file % (1 << 64), at % (1 << 64)
+            if file >= len(self.data):
                 return None
             if any(o + n > s for o, n, s in zip(offset, shape, tensor.shape, strict=True)):
                 return None
