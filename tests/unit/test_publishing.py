@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,29 @@ def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
     saver = new_saver()
     assert save(saver, tmp_path, tensors(1)).outcome is Outcome.PUBLISHED
     saver.close()
+
+
+@pytest.mark.parametrize("trouble", ["an error", "a file that appears late"])
+def test_a_look_at_many_files_may_take_longer_than_the_wait_for_them(saver, tmp_path, monkeypatch, trouble):
+    """Of 16,384 files in a network file system, say: what goes wrong in the first look may still pass."""
+    works, looks = presence._file_sizes, itertools.count()
+
+    def slow(directory, wanted):
+        number = next(looks)
+        if number == 0:
+            time.sleep(0.1)
+            if trouble == "an error":
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
+            return {}
+        return works(directory, wanted)
+
+    monkeypatch.setattr(presence, "_file_sizes", slow)
+    opened = presence._sizes_when_opened
+    monkeypatch.setattr(
+        presence, "_sizes_when_opened", lambda *args: {} if next(looks) == 1 else opened(*args)
+    )
+    assert save(saver, tmp_path / "c", tensors(1)).outcome is Outcome.PUBLISHED
+    assert_holds(tmp_path / "c", 1)
 
 
 @pytest.mark.parametrize("age", ["before the file", "before its data"])
