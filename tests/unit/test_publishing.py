@@ -182,10 +182,10 @@ def test_while_the_new_manifest_cannot_be_read_nothing_is_removed(tmp_path, monk
     save(saver, tmp_path, tensors(1))
     calls = itertools.count()  # the second is the one after the rename
 
-    def fails_after_the_rename(path):
+    def fails_after_the_rename(path, *args):
         if next(calls) == 1:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return works(path)
+        return works(path, *args)
 
     monkeypatch.setattr(directory_publisher, "files_in_manifest", fails_after_the_rename)
     assert save(saver, tmp_path, tensors(2)).outcome is Outcome.PUBLISHED

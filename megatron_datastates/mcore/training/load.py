@@ -290,8 +290,8 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
 def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `_get_checkpoint_format`: a directory of ours is of torch_dist's kind to Megatron.
 
-    One that DCP saved is of DCP's: else Megatron would look for a common state, which only its own saves have.
-    The original is not asked about ours: on each rank it lists the directory, which has a file of each rank.
+    One that DCP saved is of DCP's: Megatron would look for a common state, which only its own saves have. The
+    original is not asked about ours: on each rank it lists the directory, which has a file of each rank.
     """
 
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -196,12 +196,17 @@ def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
     return {name: size for name, size in found.items() if size is not None}
 
 
-def files_in_manifest(path: Path) -> set[str]:
-    """Returns the files of ours that a manifest names; none if it is missing or damaged. Raises OSError."""
+def files_in_manifest(path: Path, known: bytes = b"") -> set[str]:
+    """Returns the files of ours that a manifest names; none if it is missing or damaged. Raises OSError.
+
+    Args:
+        known: of a manifest with these bytes, none either: the caller knows what it names.
+    """
     try:
-        return set(filter(is_own_file_name, names_in_manifest(read_regular(path, MANIFEST_BYTES))))
+        found = read_regular(path, MANIFEST_BYTES)
     except FileNotFoundError:
         return set()
+    return set() if found == known else set(filter(is_own_file_name, names_in_manifest(found)))
 
 
 def names_in_manifest(manifest: bytes | None) -> set[str]:
