@@ -178,13 +178,15 @@ def remove_replaced(
         continued: ids of the runs that this one goes on from: their jobs are over, or about to end.
     """
     removed = []
-    names = replaced if is_object(directory) else os.listdir(directory)
+    # Those of the checkpoint are set aside first: to find out whose a name is takes long at many ranks.
+    found = replaced if is_object(directory) else os.listdir(directory)
+    names = [name for name in found if name not in keep]
     left = set() if is_object(directory) else _left_by_others(directory, names, published, continued)
     if left:
         sync_directory(directory)  # a crash must not bring back an older manifest, which may name them
     for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
         ours = name in replaced or published.follows(name) or save_id_in_name(name) in left
-        if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
+        if ours or any(fnmatch.fnmatchcase(name, p) for p in superseded):
             (directory / name).unlink(missing_ok=True)
             removed.append(name)
     return removed

@@ -172,7 +172,7 @@ def load_in_parallel(root: str, folder: str) -> None:
 
 
 def load_copies(root: str, folder: str) -> None:
-    """Loads what both ranks request and what one does, in three ways; reports how much how.
+    """Loads what both ranks request and what one does, in three ways; reports how much how, and of objects.
 
     They are: as by default, without the metadata of all ranks, and fully parallel.
     """
@@ -187,6 +187,8 @@ def load_copies(root: str, folder: str) -> None:
         return {"copy": copy, "own": shard("own", own, 0)}
 
     dist_checkpointing.save(request(), str(directory), DataStatesSaveStrategy())
+    checkpoint = Checkpoint.open(directory)
+    objects = [checkpoint.object_entry(key)[1].bytes for key in checkpoint.objects]
     read, found = Checkpoint.read, list[int]()
 
     def noting(self: Checkpoint, scheduled: Any, *others: Any) -> None:
@@ -208,7 +210,7 @@ def load_copies(root: str, folder: str) -> None:
         assert torch.equal(loaded["own"], own.chunk(dist.get_world_size())[dist.get_rank()])
         cached.append(list(found))
         found.clear()
-    report(folder, cached=cached, copy=own.nbytes)
+    report(folder, cached=cached, copy=own.nbytes, objects=objects)
 
 
 def load_other_shapes(root: str, folder: str) -> None:

@@ -125,6 +125,21 @@ def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(kept + others)
 
 
+def test_whose_the_files_of_the_checkpoint_are_is_not_asked(tmp_path, monkeypatch):
+    """There is one for each rank, and the trainer of rank 0 shares the GIL with this."""
+    asked: list[str] = []
+    kept, old = [SAVE.data_file_name(rank) for rank in range(5)], SaveId(7, 4).data_file_name(0)
+    populate(tmp_path, [MANIFEST_NAME, *kept, old])
+
+    def noting(name):
+        asked.append(name)
+        return save_id_in_name(name)
+
+    monkeypatch.setattr(atomic_files, "save_id_in_name", noting)
+    assert remove_replaced(tmp_path, set(kept), SAVE, ()) == [old]
+    assert set(asked) == {MANIFEST_NAME, old}
+
+
 def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
     """Silent for an hour, or ten minutes if its run is continued; a save is as old as its youngest file."""
     over, dead, slow, ending = SaveId(3, 1), SaveId(4, 1), SaveId(5, 1), SaveId(3, 2)

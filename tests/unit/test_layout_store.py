@@ -19,7 +19,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import layouts
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.saving.records import RankRecord
+from megatron_datastates.pipeline.saving.records import RankRecord, Records
 from tests.unit.by_hand import fragment, index_of
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State
@@ -29,7 +29,7 @@ def record(rank: int, digest: bytes) -> RankRecord:
     return RankRecord(rank, True, 8192, 4096, 7, digest, 0, *[0.0] * 7)
 
 
-def received(store: LayoutStore, *ranks: Fragment) -> list[RankRecord]:
+def received(store: LayoutStore, *ranks: Fragment) -> Records:
     """Records of ranks with one fragment each, whose own indexes the store has got."""
     records = []
     for rank, item in enumerate(ranks):
@@ -37,7 +37,7 @@ def received(store: LayoutStore, *ranks: Fragment) -> list[RankRecord]:
         digest = hashlib.sha256(own).digest()[:16]
         store.add(rank, digest, own)
         records.append(record(rank, digest))
-    return records
+    return Records.of(records)
 
 
 def halves(size: int) -> tuple[Fragment, Fragment]:
@@ -113,7 +113,7 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
     store.merged(saves[0])
     digest, listed = encode_providers([ProviderEntry(name="own", kind="Own", notes={})])
     store.add_providers(digest, listed)
-    user = saves[0][0]._replace(providers_digest=digest)
+    user = Records.of([saves[0][0]._replace(providers_digest=digest)])
     epoch = store.begin_use()
     store.end_use(store.begin_use(), [b"known"])
     assert store.known == {b"known"} and store.should_forget()
@@ -122,7 +122,7 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
         assert not store.known and not store.should_forget()
     for records in saves:
         store.merged(records)
-    assert [one.name for one in store.providers([user])] == ["own"]
+    assert [one.name for one in store.providers(user)] == ["own"]
     more = [received(store, *halves(size)) for size in range(8, 12)]
     assert not store.should_forget(), "a save under way relies on the last epoch"
     store.end_use(epoch, [b"late"])
@@ -133,7 +133,7 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
     with pytest.raises(KeyError):
         store.merged(saves[3][:1])
     with pytest.raises(KeyError):
-        store.providers([user])
+        store.providers(user)
 
 
 def test_a_small_save_does_not_have_a_large_structure_sent_again(little: None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from megatron_datastates.errors import (
@@ -69,6 +71,17 @@ def test_of_several_failures_of_a_rank_the_first_one_counts():
     for text in ("the cause", "what followed"):
         agreement.fail(ValueError(text))
     assert agreement.failure is not None and agreement.failure.text == "ValueError: the cause"
+
+
+def test_failures_of_many_ranks_fit_into_memory_together(monkeypatch):
+    """A strict load names every key that the model lacks, on each rank; each gets the texts of all."""
+    monkeypatch.setattr(collectives, "ranks_of", lambda group=None: range(16384))
+    agreement = Agreement("ck", None)
+    agreement.fail(ValueError("Missing keys: " + "'decoder.layers.mlp.weight', " * 50_000))
+    assert agreement.failure is not None
+    assert agreement.failure.text.startswith("ValueError: Missing keys: 'decoder.layers.mlp.weight', ")
+    assert agreement.failure.text.endswith("... (1445930 more characters)")
+    assert len(pickle.dumps(agreement.failure)) * 16384 < 100 << 20
 
 
 def test_what_any_rank_finds_counts_on_all(monkeypatch):

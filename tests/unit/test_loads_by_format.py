@@ -25,7 +25,7 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.load import by_format, state
 from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
-from megatron_datastates.mcore.training.load import wrap_load_content_metadata
+from megatron_datastates.mcore.training.load import wrap_get_checkpoint_format, wrap_load_content_metadata
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.runs import is_ours, may_be_ours
 from tests.unit.states import SMALL, State, new_saver, random_tensor, save
@@ -63,6 +63,19 @@ def test_a_load_of_another_format_waits_for_lazy_saves_of_the_memory_that_it_fil
 
 
 # -- whose directory --------------------------------------------------------------------------------------
+
+
+def test_megatron_does_not_list_a_directory_of_ours_to_find_its_format(ours, monkeypatch):
+    """Every rank of a load asks, and the directory has a file of each rank."""
+
+    def unexpected(*_: object) -> None:
+        raise AssertionError("the directory is listed")
+
+    monkeypatch.setattr(os, "listdir", unexpected)
+    monkeypatch.setattr(os, "scandir", unexpected)
+    with state.opened(directory=None) as load:
+        assert wrap_get_checkpoint_format(unexpected)(str(ours), Namespace()) == "torch_dist"
+        assert load.directory == str(ours)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -181,10 +182,10 @@ def test_while_the_new_manifest_cannot_be_read_nothing_is_removed(tmp_path, monk
     save(saver, tmp_path, tensors(1))
     calls = itertools.count()  # the second is the one after the rename
 
-    def fails_after_the_rename(path):
+    def fails_after_the_rename(path, *args):
         if next(calls) == 1:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return works(path)
+        return works(path, *args)
 
     monkeypatch.setattr(directory_publisher, "files_in_manifest", fails_after_the_rename)
     assert save(saver, tmp_path, tensors(2)).outcome is Outcome.PUBLISHED
@@ -202,6 +203,29 @@ def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
     saver = new_saver()
     assert save(saver, tmp_path, tensors(1)).outcome is Outcome.PUBLISHED
     saver.close()
+
+
+@pytest.mark.parametrize("trouble", ["an error", "a file that appears late"])
+def test_a_look_at_many_files_may_take_longer_than_the_wait_for_them(saver, tmp_path, monkeypatch, trouble):
+    """Of 16,384 files in a network file system, say: what goes wrong in the first look may still pass."""
+    works, looks = presence._file_sizes, itertools.count()
+
+    def slow(directory, wanted):
+        number = next(looks)
+        if number == 0:
+            time.sleep(0.1)
+            if trouble == "an error":
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
+            return {}
+        return works(directory, wanted)
+
+    monkeypatch.setattr(presence, "_file_sizes", slow)
+    opened = presence._sizes_when_opened
+    monkeypatch.setattr(
+        presence, "_sizes_when_opened", lambda *args: {} if next(looks) == 1 else opened(*args)
+    )
+    assert save(saver, tmp_path / "c", tensors(1)).outcome is Outcome.PUBLISHED
+    assert_holds(tmp_path / "c", 1)
 
 
 @pytest.mark.parametrize("age", ["before the file", "before its data"])

@@ -50,6 +50,7 @@ from megatron_datastates.mcore.load import state
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _LISTED = 3  # different failures, and ranks of each, that a message lists
+_SHARED_CHARACTERS = 64 << 20  # of the failures of all ranks, which each rank gets, on a device
 
 
 def is_caused_by_damage(error: BaseException) -> bool:
@@ -72,8 +73,12 @@ class Failure:
     is_mismatch: bool
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Describes `error`, whatever wraps it."""
+    def of(cls, error: BaseException, most: int = _SHARED_CHARACTERS) -> Failure:
+        """Describes `error`, whatever wraps it.
+
+        Args:
+            most: characters of its text; a text of Megatron's may list every key of a checkpoint.
+        """
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
         from megatron_datastates.mcore.errors import LoadMismatch
@@ -85,6 +90,8 @@ class Failure:
         ours = error if is_ours_alone else error.__cause__
         text = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
         cause = ours if isinstance(ours, DataStatesError) else None
+        if len(text) > most:
+            text = f"{text[:most]}... ({len(text) - most} more characters)"
         return cls(text, socket.gethostname(), cause, isinstance(error, LoadMismatch))
 
 
@@ -134,8 +141,10 @@ class Agreement:
 
     def fail(self, error: BaseException) -> None:
         """Records a failure of this rank; only the first one counts."""
+        from megatron_datastates.pipeline.publishing.collectives import ranks_of
+
         if self.failure is None:
-            self.failure = Failure.of(error)
+            self.failure = Failure.of(error, _SHARED_CHARACTERS // len(ranks_of()))
 
     def begin(self, metadata: Sequence[Any] | None) -> None:
         """Makes the first collective call, or takes its result from what Megatron has gathered.

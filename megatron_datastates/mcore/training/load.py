@@ -15,7 +15,13 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
 from megatron_datastates.files import any_path, is_object, path_of
-from megatron_datastates.format.directory import RELEASE_NAME, SHARDING_KEY, TRACKER_NAME, iteration_name
+from megatron_datastates.format.directory import (
+    RELEASE_NAME,
+    SHARDING_KEY,
+    TORCH_DIST,
+    TRACKER_NAME,
+    iteration_name,
+)
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.hooks.calls import Parameters
@@ -282,16 +288,19 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `_get_checkpoint_format`: a directory of ours that DCP saved is of DCP's kind to Megatron.
+    """Wraps `_get_checkpoint_format`: a directory of ours is of torch_dist's kind to Megatron.
 
-    Else it would look for a common state there, which only its own saves have.
+    One that DCP saved is of DCP's: Megatron would look for a common state, which only its own saves have. The
+    original is not asked about ours: on each rank it lists the directory, which has a file of each rank.
     """
 
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
-        if is_ours(checkpoint_name) and _is_of_dcp(checkpoint_name):
-            return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
-        return original(checkpoint_name, args, *rest, **kwargs)
+        if not is_ours(checkpoint_name):
+            return original(checkpoint_name, args, *rest, **kwargs)
+        if not _is_of_dcp(checkpoint_name):
+            return TORCH_DIST
+        return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
 
     return _get_checkpoint_format
 

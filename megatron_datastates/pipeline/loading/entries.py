@@ -45,14 +45,18 @@ class ObjectReads:
 
 
 def plan_object(file: int, entry: TailEntry) -> tuple[np.ndarray, ScheduledRead]:
-    """Returns memory for an object, and the read that fills it. FormatError: it is too large for memory."""
+    """Returns memory for an object, and the read that fills it. FormatError: it is too large for memory.
+
+    The page cache serves it: most objects are read by all ranks of a node, some of them several times in a
+    load, and each time the whole of its block.
+    """
     if entry.codec != NONE and entry.bytes > OBJECT_BYTES:  # a few bytes may claim to decode to many
         raise FormatError(
             f"{describe(entry)} decodes to {entry.bytes} bytes, expected at most {OBJECT_BYTES} of an object "
             "with a codec"
         )
     buffer = np.empty(entry.bytes, np.uint8)
-    return buffer, _whole(file, entry, 0, entry.bytes, buffer)
+    return buffer, dataclasses.replace(_whole(file, entry, 0, entry.bytes, buffer), through_cache=True)
 
 
 def read_stream(read: Read, file: int, entry: TailEntry) -> Iterator[memoryview]:

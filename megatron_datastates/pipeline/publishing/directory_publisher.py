@@ -123,7 +123,7 @@ class DirectoryPublisher:
         try:
             # What is in place by now may be another job's manifest, which shares a file of unchanged tensors
             # with the one that was replaced. If that cannot be read, nothing is removed.
-            keep = manifest.names | files_in_manifest(path)
+            keep = manifest.names | files_in_manifest(path, encoded)
             remove_replaced(directory, keep, self._save_id, replaced, self._superseded, manifest.continued)
         except OSError as error:
             logger.warning("files of earlier saves were not removed from %s: %s", directory, error)

@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import RankRecord, StableRecord, file_entries
+from megatron_datastates.pipeline.saving.records import RankRecord, Records, StableRecord
 from megatron_datastates.pipeline.saving.stable import stable_record
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _warn_of_less(directory: Path, left_out: Sequence[str]) -> None:
 
 def small_files(
     save: RankSave,
-    records: Sequence[RankRecord],
+    records: Records,
     layouts: LayoutStore,
     extras: PublicationExtras,
     written_as: Mapping[int, SaveId],
@@ -125,22 +125,16 @@ def small_files(
     """
     context = save.context
     facts = {context.save_id.dcp_file_name(): extras.dcp_facts()} if extras.dcp_facts is not None else {}
-    records = list(records)  # decoded once
     index = layouts.merged(records)
     if iteration_in_name(context.directory.name) is not None:
         _warn_of_less(context.directory, layouts.left_out(context.directory.parent, index))
-    files = [
-        entry
-        for record in records
-        for entry in file_entries(record, context.save_id, written_as.get(record.rank))
-    ]
     manifest = Manifest(
         run_id=f"{context.save_id.run_id:016x}",
         ordinal=context.save_id.ordinal,
         world_size=context.world_size,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         index=named_after_save(index.entry, context.save_id),
-        files=files,
+        files=records.file_entries(context.save_id, written_as),
         iteration=context.iteration,
         ancestors=_ancestors(extras),
         parallel=extras.parallel,

@@ -21,7 +21,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
 from megatron_datastates.pipeline.saving.background import BackgroundThread
-from megatron_datastates.pipeline.saving.records import RankRecord
+from megatron_datastates.pipeline.saving.records import Records
 from megatron_datastates.plan.coverage import coverage_faults
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
@@ -119,21 +119,21 @@ class LayoutStore:
                 self._bytes += len(encoded)
             self._providers[digest] = decoded
 
-    def providers(self, records: Sequence[RankRecord]) -> list[ProviderEntry]:
+    def providers(self, records: Records) -> list[ProviderEntry]:
         """Returns the providers of all ranks; of one that several have, what the first of them says."""
         found: dict[str, ProviderEntry] = {}
-        for digest in dict.fromkeys(record.providers_digest for record in records):
+        for digest in records.providers_digests():
             for provider in self._providers[digest]:
                 found.setdefault(provider.name, provider)
         return list(found.values())
 
-    def merged(self, records: list[RankRecord]) -> MergedIndex:
+    def merged(self, records: Records) -> MergedIndex:
         """Returns the index of a checkpoint with the data files of these records.
 
         Raises:
             FormatError: ranks disagree on a tensor, or their fragments leave holes in it or overlap.
         """
-        wanted = tuple((record.rank, digest) for record in records for digest in record.layouts())
+        wanted = tuple(records.layouts())
         found = self._merged.pop(wanted, None) or self._merge(wanted)
         kept = list(self._merged.items())[1 - _KEPT_INDEXES :]
         self._merged = dict([*kept, (wanted, found)])

@@ -41,9 +41,9 @@ def require_files(directory: Path, manifest: Manifest) -> None:
     Raises:
         DataStatesError: a file is missing, or has another size.
     """
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    patience = _Patience()
     while wrong := _persistently(lambda: missing_files(directory, manifest)):
-        if time.monotonic() > deadline:
+        if patience.is_over():
             raise DataStatesError(
                 f"files that ranks have written were not found in {directory}: {some_of(wrong, 3)} "
                 "(is --save on storage that all ranks share? does another job save or prune there?)"
@@ -74,6 +74,20 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
         )
 
 
+class _Patience:
+    """How long to look again: from the end of the first look on, which itself may take long at many ranks."""
+
+    def __init__(self) -> None:
+        self._deadline: float | None = None
+
+    def is_over(self) -> bool:
+        """Called after each look that was in vain. Not over after the first."""
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + _VISIBLE_SECONDS
+        return now > self._deadline
+
+
 def _persistently(look: Callable[[], T]) -> T:
     """Looks again for a while where a network file system answers with an error that may pass, as ESTALE.
 
@@ -81,14 +95,14 @@ def _persistently(look: Callable[[], T]) -> T:
         FileNotFoundError: at once.
         OSError: the last error.
     """
-    deadline = time.monotonic() + _VISIBLE_SECONDS
+    patience = _Patience()
     while True:
         try:
             return look()
         except FileNotFoundError:
             raise
         except OSError:
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise
         time.sleep(_VISIBLE_SECONDS / 10)
 
@@ -182,12 +196,17 @@ def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
     return {name: size for name, size in found.items() if size is not None}
 
 
-def files_in_manifest(path: Path) -> set[str]:
-    """Returns the files of ours that a manifest names; none if it is missing or damaged. Raises OSError."""
+def files_in_manifest(path: Path, known: bytes = b"") -> set[str]:
+    """Returns the files of ours that a manifest names; none if it is missing or damaged. Raises OSError.
+
+    Args:
+        known: of a manifest with these bytes, none either: the caller knows what it names.
+    """
     try:
-        return set(filter(is_own_file_name, names_in_manifest(read_regular(path, MANIFEST_BYTES))))
+        found = read_regular(path, MANIFEST_BYTES)
     except FileNotFoundError:
         return set()
+    return set() if found == known else set(filter(is_own_file_name, names_in_manifest(found)))
 
 
 def names_in_manifest(manifest: bytes | None) -> set[str]:

@@ -1,15 +1,16 @@
 """What every rank sends to all others when a save is durable or has failed: records of fixed size.
 
-The trainer of each rank receives the records of all. It reads what it needs of them in columns: to decode
-those of 16,384 ranks takes a tenth of a second.
+The trainer of each rank receives the records of all. It reads what it needs of them in columns, and so does
+rank 0's publishing thread, which has the GIL meanwhile: to decode those of 16,384 ranks takes a tenth of a
+second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,8 @@ _COLUMNS = np.dtype(
         ("rank", "<u4"),
         ("has_file", "?"),
         ("file_bytes", "<u8"),
-        ("footer", "V12"),
+        ("footer_offset", "<u8"),
+        ("footer_crc", "<u4"),
         ("layout_digest", "V16"),
         ("layout_bytes", "<u8"),
         ("held", "<f8"),
@@ -45,7 +47,8 @@ _COLUMNS = np.dtype(
         ("endpoint", f"V{ENDPOINT_BYTES}"),
         ("iteration", "<i8"),
         ("stable_file_bytes", "<u8"),
-        ("stable_footer", "V12"),
+        ("stable_footer_offset", "<u8"),
+        ("stable_footer_crc", "<u4"),
         ("stable_layout_digest", "V16"),
         ("stable_layout_bytes", "<u8"),
         ("stable_ordinal", "<u8"),
@@ -167,6 +170,57 @@ class Records(Sequence[RankRecord]):
                 "Every rank has to pass the same one, and to save equally often"
             )
 
+    def _rows(self, *names: str) -> Iterator[tuple[Any, ...]]:
+        return zip(*(self.columns[name].tolist() for name in names), strict=True)
+
+    def layouts(self) -> list[tuple[int, bytes]]:
+        """Returns rank and layout digest of each data file, in the order of ranks and groups."""
+        rows = self._rows("rank", "has_file", "layout_digest", "stable_file_bytes", "stable_layout_digest")
+        found = []
+        for rank, has_file, digest, stable_bytes, stable_digest in rows:
+            if has_file:
+                found.append((rank, digest))
+            if stable_bytes:
+                found.append((rank, stable_digest))
+        return found
+
+    def providers_digests(self) -> list[bytes]:
+        """Returns the digests of the ranks' lists of state providers, each once, in the order of ranks."""
+        data = self.columns["providers_digest"].tobytes()
+        return list(dict.fromkeys(data[at : at + 16] for at in range(0, len(data), 16)))
+
+    def file_entries(self, save_id: SaveId, written_as: Mapping[int, SaveId]) -> list[FileEntry]:
+        """Returns the entries of all data files in the manifest of a save, in the order of ranks and groups.
+
+        Args:
+            written_as: the save ids of ranks' own files, if they are not `save_id`.
+        """
+        own = self._rows("rank", "has_file", "file_bytes", "footer_offset", "footer_crc")
+        names = ("file_bytes", "footer_offset", "footer_crc", "ordinal", "content_sha256")
+        shared = self._rows(*(f"stable_{name}" for name in names))
+        entries = []
+        for (rank, has_file, size, footer, crc), stable in zip(own, shared, strict=True):
+            if has_file:
+                writer = written_as.get(rank, save_id)
+                other = "" if writer == save_id else str(writer)
+                entries.append(FileEntry(writer.data_file_name(rank), rank, size, footer, crc, save_id=other))
+            size, footer, crc, ordinal, content = stable
+            if size:
+                writer = SaveId(save_id.run_id, ordinal)
+                entries.append(
+                    FileEntry(
+                        writer.data_file_name(rank, STABLE_GROUP),
+                        rank,
+                        size,
+                        footer,
+                        crc,
+                        save_id="" if writer == save_id else str(writer),
+                        group=STABLE_GROUP,
+                        content_sha256=content.hex(),
+                    )
+                )
+        return entries
+
     def sent_bytes(self) -> npt.NDArray[np.int64]:
         """Returns the bytes that rank 0 needs of each rank's two own indexes and of its list of providers.
 
@@ -204,39 +258,3 @@ def decode_failures(data: bytes) -> dict[int, str]:
         for rank, (failed, size, text) in enumerate(_FAILURE.iter_unpack(data))
         if failed
     }
-
-
-def file_entries(record: RankRecord, save_id: SaveId, written_as: SaveId | None) -> list[FileEntry]:
-    """Returns the entries of a rank's data files in the manifest of a save.
-
-    Args:
-        written_as: the save id of the rank's own file; None if it is `save_id`.
-    """
-    entries = []
-    if record.has_file:
-        own = written_as or save_id
-        entries.append(
-            FileEntry(
-                own.data_file_name(record.rank),
-                record.rank,
-                record.file_bytes,
-                record.footer_offset,
-                record.footer_crc,
-                save_id="" if own == save_id else str(own),
-            )
-        )
-    if (stable := record.stable).file_bytes:
-        writer = SaveId(save_id.run_id, stable.ordinal)
-        entries.append(
-            FileEntry(
-                writer.data_file_name(record.rank, STABLE_GROUP),
-                record.rank,
-                stable.file_bytes,
-                stable.footer_offset,
-                stable.footer_crc,
-                save_id="" if writer == save_id else str(writer),
-                group=STABLE_GROUP,
-                content_sha256=stable.content_sha256.hex(),
-            )
-        )
-    return entries
