@@ -199,20 +199,19 @@ class Publication:
         self._indexes.look()
         self._look_for_offer()
         if is_first:  # later ones wait for it
-            self._look_if_late()
+            self._look_if_late(1 if sums is None else max(sums.unfinished, 1))
         if self._errors_asked is not None:
             self._fail(self._errors_asked.result())
         elif sums is not None:
             self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
 
-    def _look_if_late(self) -> None:
+    def _look_if_late(self, late: int) -> None:
         if not self._publishing:
-            self._lateness.look(self.save.stored_bytes(), "nothing was written to its data file")
+            self._lateness.look(self.save.stored_bytes(), "nothing was written to its data file", late)
         elif self.near is None:  # copies of other nodes' files have deadlines of their own
-            self._lateness.look(
-                None if self._published.is_set() else "", "it has not published the checkpoint"
-            )
+            moved = None if self._published.is_set() else ""
+            self._lateness.look(moved, "it has not published the checkpoint", late)
 
     def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
         if sums.failed:

@@ -580,6 +580,16 @@ def test_the_rank_whose_storage_hangs_says_so(tmp_path, monkeypatch, caplog, fau
     assert all(str(tmp_path / "c") in line for line in found)
 
 
+def test_where_many_ranks_hang_some_of_them_say_so(monkeypatch, caplog):
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.0)
+    for rank in range(4096):
+        one = lateness.Lateness("c", rank)
+        one.look(7, "nothing was written")
+        one.look(7, "nothing was written", 4096)
+    assert 8 <= len(caplog.messages) <= 32
+    assert all("like 4095 other ranks, keeps all others waiting" in line for line in caplog.messages)
+
+
 def test_what_hangs_is_logged_again_after_twice_the_time(monkeypatch, caplog):
     seconds, late = 0.0, lateness.Lateness("c", 3)
     monkeypatch.setattr(lateness.time, "monotonic", lambda: seconds)

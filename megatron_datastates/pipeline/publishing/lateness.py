@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import socket
 import time
+import zlib
 
 logger = logging.getLogger(__name__)
 LATE_SECONDS = 60.0
+_LOGGING_RANKS = 16  # about so many of those that are late
 
 
 class Lateness:
@@ -26,25 +28,29 @@ class Lateness:
         self._seen: object = None
         self._since = 0.0
         self._next = LATE_SECONDS  # of standing still, until it is logged
+        # From 0 to 1; not random, as training has the random numbers.
+        self._draw = zlib.crc32(str(rank).encode()) / 0xFFFFFFFF
 
-    def look(self, moved: object, doing: str) -> None:
+    def look(self, moved: object, doing: str, late: int = 1) -> None:
         """Logs that nothing has moved for LATE_SECONDS; again after twice the time, and so on.
 
         Args:
             moved: differs from the last one if something has moved; None if nobody waits for this rank.
             doing: what it has not done.
+            late: ranks that have not done it. Where they are many, as when all storage hangs, some log.
         """
         now = time.monotonic()
         if moved is None or moved != self._seen:
             self._seen, self._since, self._next = moved, now, LATE_SECONDS
-        elif now - self._since >= self._next:
+        elif now - self._since >= self._next and self._draw * late < _LOGGING_RANKS:
             self._next = 2 * (now - self._since)
             logger.warning(
-                "%s: rank %d on node %s keeps all others waiting: %s for %.0f s; look at the storage and the "
-                "mounts of that node",
+                "%s: rank %d on node %s%s keeps all others waiting: %s for %.0f s; look at the storage "
+                "and the mounts of that node",
                 self._what,
                 self._rank,
                 socket.gethostname(),
+                f", like {late - 1} other ranks," if late > 1 else "",
                 doing,
                 now - self._since,
             )
