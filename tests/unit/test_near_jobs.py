@@ -131,7 +131,7 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
 def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
     checkpoint: Point, lists: list[list[Job]], later: int | None
 ) -> None:
-    found = History(lists, [checkpoint]).passed_by(checkpoint)
+    found = History(lists, [checkpoint]).abandoned_by(checkpoint)
     assert (found and found.run_id) == later
 
 
@@ -159,30 +159,30 @@ KNOWN = [Job(A, 0), Job(B, 5, SaveId(A, 5)), Job(C, 10, SaveId(A, 10))]
     ],
 )
 def test_a_later_job_is_known_by_what_it_resumed_from(checkpoint: Point, later: int | None) -> None:
-    found = History([KNOWN], [checkpoint]).passed_by(checkpoint)
+    found = History([KNOWN], [checkpoint]).abandoned_by(checkpoint)
     assert (found and found.run_id) == later
 
 
 def test_a_job_that_no_list_names_beside_another_is_known_by_what_it_resumed_from() -> None:
     left, lists = Point(10, SaveId(A, 10), ()), [KNOWN[:1], KNOWN[1:2]]
     for known in (History(lists), History([KNOWN[:1]], [Point(7, SaveId(B, 1), A_FIRST)])):
-        found = known.passed_by(left, surely=True)
+        found = known.abandoned_by(left, surely=True)
         assert found is not None and found.run_id == B
-    assert History([KNOWN[:1], [Job(B, 5)]]).passed_by(left, surely=True) is None, "nobody knows"
+    assert History([KNOWN[:1], [Job(B, 5)]]).abandoned_by(left, surely=True) is None, "nobody knows"
 
 
 def test_a_line_with_a_save_id_counts_before_one_without_it() -> None:
     without = [Job(A, 0), Job(B, 5), Job(C, 10)]
     for lists in ([KNOWN, without], [without, KNOWN]):
-        found = History(lists).passed_by(Point(9, SaveId(B, 4), A_FIRST))
+        found = History(lists).abandoned_by(Point(9, SaveId(B, 4), A_FIRST))
         assert found is not None and found.run_id == C
 
 
 def test_a_job_that_was_resumed_from_and_has_saved_last_passes_the_other_by() -> None:
     twin, lists = Point(9, SaveId(B, 4), A_FIRST), [[Job(B, 5, SaveId(A, 5)), Job(A, 0)]]
-    found = History(lists, [twin]).passed_by(twin)
+    found = History(lists, [twin]).abandoned_by(twin)
     assert found is not None and found.run_id == A
-    assert History([lists[0][::-1]], [twin]).passed_by(twin) is None
+    assert History([lists[0][::-1]], [twin]).abandoned_by(twin) is None
 
 
 def test_which_of_two_jobs_came_later() -> None:
@@ -200,7 +200,7 @@ def test_what_is_not_known_before_a_checkpoint_is_not_called_left() -> None:
     last = Point(300, SaveId(C, 1), origin_from(resumed, 200).ancestors)
     assert last.follows(resumed) and not last.knows_its_ancestors
     jobs = [Job(A, 0), Job(B, 150), Job(C, 200, SaveId(B, 1))]
-    assert History([jobs], [last]).passed_by(Point(100, SaveId(A, 1), ())) is None
+    assert History([jobs], [last]).abandoned_by(Point(100, SaveId(A, 1), ())) is None
 
 
 @pytest.mark.parametrize(

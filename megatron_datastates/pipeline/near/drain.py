@@ -363,7 +363,7 @@ class Drain:
                 continue
             with self._lock:
                 for older in self._to_publish[: self._to_publish.index(save)]:
-                    older.passed_by = save.name
+                    older.overtaken_by = save.name
                 self._to_publish.remove(save)
                 self._may_evict = True
             if not save.is_superseded:
@@ -388,21 +388,21 @@ class Drain:
             save.seen, self._progress = (len(missing), there), time.monotonic()
         if missing:
             save.attempts = 0
-            self._give_up_if_passed(save)
+            self._give_up_if_overtaken(save)
         return not missing
 
-    def _give_up_if_passed(self, save: NearSave) -> None:
+    def _give_up_if_overtaken(self, save: NearSave) -> None:
         """Gives up a save that lacks files, if a newer one was complete.
 
         Each node copies its saves in order: what this one lacks never comes.
         """
-        if not save.passed_by:
+        if not save.overtaken_by:
             return
         logger.warning(
             "%s is not published in %s: files are missing there, and %s is complete",
             save.name,
             save.far,
-            save.passed_by,
+            save.overtaken_by,
         )
         with self._lock:
             self._to_publish.remove(save)

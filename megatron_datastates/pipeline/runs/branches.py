@@ -1,4 +1,4 @@
-"""Branches of a run: what a job resumed from, and which of two checkpoints another one has passed by.
+"""Branches of a run: what a job resumed from, and which of two checkpoints follows the other.
 
 A job that resumes from an older iteration than the newest one begins a branch. Each manifest names what its
 job resumed from, and the jobs before it (its ancestors), so a checkpoint is known to follow another one

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints later jobs have passed by: from what manifests and lists of jobs say."""
+"""Which of a run's checkpoints later jobs have abandoned, according to manifests and lists of jobs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class History:
             if known is None or (known.resumed is None and job.resumed is not None):
                 self._jobs[job.run_id] = job
 
-    def passed_by(self, point: Point, *, surely: bool = False) -> Job | None:
-        """Returns the first of `passing`; None if there is none."""
-        return next(iter(self.passing(point, surely=surely)), None)
+    def abandoned_by(self, point: Point, *, surely: bool = False) -> Job | None:
+        """Returns the first of the jobs that abandoned a checkpoint; None if there is none."""
+        return next(iter(self.jobs_that_abandoned(point, surely=surely)), None)
 
-    def passing(self, point: Point, *, surely: bool = False) -> list[Job]:
+    def jobs_that_abandoned(self, point: Point, *, surely: bool = False) -> list[Job]:
         """Returns later jobs that went on without a checkpoint of an earlier job.
 
         Args:
@@ -203,7 +203,7 @@ def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
         return False
     if last is not None and last.knows_its_ancestors:
         return not last.follows(point)
-    return history.passed_by(point, surely=True) is not None
+    return history.abandoned_by(point, surely=True) is not None
 
 
 def _place(run_id: int, jobs: Sequence[Job]) -> int | None:

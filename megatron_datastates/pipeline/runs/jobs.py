@@ -1,7 +1,7 @@
 """Which jobs have saved a run, in their order: of two branches, the later one is resumed from.
 
-A run that is rolled back (--ckpt-step) passes by what near tiers hold of later iterations. A node that was
-away meanwhile still has its part, and brings it back. Manifests say which checkpoint follows which
+A run that is rolled back (--ckpt-step) abandons what near tiers hold of later iterations. A node that was
+absent meanwhile still has its part, and brings it back. Manifests say which checkpoint follows which
 (pipeline/runs/branches.py). Where neither of two follows the other, this list says whose job came later:
 
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
