@@ -41,7 +41,7 @@ def enabled(monkeypatch):
 
     monkeypatch.setattr(loop, "_options", None)
     monkeypatch.setattr(loop, "enable_saving", enable_saving)
-    monkeypatch.setattr(loop, "settle", lambda args: None)
+    monkeypatch.setattr(loop, "set_dependent_arguments", lambda args: None)
     monkeypatch.setattr(retention, "finalize", None, raising=False)
     return calls
 
@@ -212,7 +212,7 @@ def test_only_the_user_says_that_the_structure_of_megatrons_own_saves_is_constan
 ) -> None:
     monkeypatch.setattr(arguments, "_has_set_structure", False)
     args = namespace(ckpt_assume_constant_structure=is_given)
-    arguments.settle(args)
+    arguments.set_dependent_arguments(args)
     with arguments.structure_as_given(args):
         assert args.ckpt_assume_constant_structure == is_given
     assert args.ckpt_assume_constant_structure

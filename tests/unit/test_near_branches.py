@@ -24,7 +24,7 @@ from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.near import job_notes
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.near.places import manifest_in
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_in, point_in
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
@@ -82,7 +82,7 @@ class Job(Nodes):
 def resume(job: Nodes, root: Path, wanted: int | None = None) -> tuple[int | None, str]:
     said: list[str] = []
     options = dataclasses.replace(OPTIONS, near=str(root))
-    return bring_home(job.run, options, said.append, wanted=wanted), "\n".join(said)
+    return recover_newest(job.run, options, said.append, wanted=wanted), "\n".join(said)
 
 
 def tracked(job: Nodes) -> str:

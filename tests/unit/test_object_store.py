@@ -44,7 +44,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import opening
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, places, tier
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -427,10 +427,10 @@ def test_a_killed_drain_leaves_no_checkpoint_and_the_next_job_brings_it_home(
         shutil.copy(path, nodes.near(0, 2))
     said: list[str] = []
     options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]))
-    assert bring_home(nodes.run, options, said.append) == 2
+    assert recover_newest(nodes.run, options, said.append) == 2
     assert f"iteration 2 is newer than what is in {RUN} (" in said[0]
     check(nodes, 2)
-    assert bring_home(nodes.run, options, said.append) is None
+    assert recover_newest(nodes.run, options, said.append) is None
 
 
 def test_drains_end_before_the_interpreter_does(store: ObjectStore, tmp_path: Path) -> None:

@@ -671,7 +671,7 @@ def test_views_follow_their_tensor_to_other_memory() -> None:
     weight = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
     part = torch.chunk(weight, 2)[1]
     row = prepared._row("w", part, {id(weight): 7})
-    assert row.number == 7 and row.distance == 24
+    assert row.number == 7 and row.offset == 24
     weight.data = torch.arange(100.0, 112.0).reshape(4, 3)
     assert row.view is not None
     assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()

@@ -31,7 +31,7 @@ _DEVICE = Path("/dev/nvidiactl")  # where there is a GPU, and not only a stand-i
 _IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
 _PREFIX = "--datastates-"
 _NEAR_FOLDER = "datastates-near"  # of the node's directory for temporary files
-_has_set_structure = False  # whether `settle` has set --ckpt-assume-constant-structure
+_has_set_structure = False  # whether `set_dependent_arguments` has set --ckpt-assume-constant-structure
 
 
 class _FormatAction(argparse._StoreAction):
@@ -243,7 +243,7 @@ def validate_without_worker(original: Callable[..., Any], args: Any, *rest: Any,
         args.use_persistent_ckpt_worker = False
 
 
-def settle(args: Any) -> None:
+def set_dependent_arguments(args: Any) -> None:
     """Sets other arguments as our saves need them."""
     global _has_set_structure
     if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_usable():

@@ -22,7 +22,7 @@ from megatron_datastates.mcore.training.arguments import (
     check_object_stores,
     is_converting,
     options_of,
-    settle,
+    set_dependent_arguments,
     structure_as_given,
     uses_fsdp,
     validate_without_worker,
@@ -219,7 +219,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, *rest, **kwargs)
         result = validate_without_worker(original, args, *rest, **kwargs)
         check_object_stores(args)
-        settle(args)
+        set_dependent_arguments(args)
         check_fsdp(args)
         options = options_of(args)
         warn_of_checkpoint_as_run(args)
@@ -356,7 +356,7 @@ def _saves_are_ours(args: Any) -> bool:
     if not adopt(args) or is_converting(args):
         return False
     if _options is None:
-        settle(args)
+        set_dependent_arguments(args)
         enable_saving(options_of(args))
     return True
 
