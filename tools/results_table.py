@@ -137,8 +137,11 @@ def gpu_steps(found: Results) -> Iterator[Row]:
     """Yields rows about what copies cost a step on a GPU, by how many queues CUDA uses."""
     for part, connections in (
         ("steps", ""),
-        ("steps_one_connection", ", CUDA_DEVICE_MAX_CONNECTIONS=1"),
-        ("steps_8_for_copies", ", and CUDA_DEVICE_MAX_COPY_CONNECTIONS=8 besides"),
+        ("steps_one_connection", ", with CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        (
+            "steps_8_for_copies",
+            ", with CUDA_DEVICE_MAX_CONNECTIONS=1 and CUDA_DEVICE_MAX_COPY_CONNECTIONS=8",
+        ),
     ):
         steps = found["parts"][part]
         alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
@@ -200,7 +203,8 @@ def table(folder: Path) -> str:
     lines = [f"| | {OURS} | `{THEIRS}` | the disk itself (fio) |", "|---|---|---|---|"]
     lines += [f"| {row.name} | {row.ours} | {row.theirs} | {row.disk} |" for row in rows]
     used = dict.fromkeys(row.source for row in rows)
-    return "\n".join([*lines, "", *(f"- {describe(name, sources[name])}" for name in used)])
+    lines += ["", "<details><summary>Sources: result files, machines, dates, versions</summary>", ""]
+    return "\n".join([*lines, *(f"- {describe(name, sources[name])}" for name in used), "", "</details>"])
 
 
 def describe(name: str, found: Results) -> str:
