@@ -23,7 +23,6 @@ from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save import prepared
-from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
@@ -380,14 +379,6 @@ def test_a_method_set_on_a_chain_of_optimizers_is_not_trusted() -> None:
     chain.sharded_state_dict = lambda: {}
     with pytest.raises(UnprovableError, match="one ChainedOptimizer has its own"):
         Survey([make()], chain)
-
-
-def test_our_own_hook_of_the_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "sharded_param_state_dp_reshardable"
-    original = getattr(DistributedOptimizer, name)
-    hooked = functools.wraps(original)(wrap_sharded_param_state_dp_reshardable(original))
-    monkeypatch.setattr(DistributedOptimizer, name, hooked)
-    Survey([make()], no_optimizer())
 
 
 class Extra(torch.nn.Linear):
