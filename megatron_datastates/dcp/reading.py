@@ -149,7 +149,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Gives the planner an object that was unpickled safely, and never the stored bytes.
+    """Passes the planner an object that was unpickled safely, and never the stored bytes.
 
     Replaces DefaultLoadPlanner.load_bytes, which would unpickle anything. A planner with a method of its own
     gets bytes that were made here, of the same object.

@@ -103,7 +103,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> None:
 
 
 def point(run_id: int, iteration: int, *ancestors: int) -> Point:
-    """Returns a checkpoint whose job has gone on from the first saves of others."""
+    """Returns a checkpoint whose job has resumed from the first saves of others."""
     return Point(iteration, SaveId(run_id, 9), tuple(Ancestor(1, str(SaveId(one, 1))) for one in ancestors))
 
 
@@ -112,12 +112,12 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
     [
         (point(A, 10), [[Job(A, 0), Job(B, 7), Job(C, 9)]], B),
         (point(A, 8), [[Job(A, 0), Job(B, 7), Job(C, 9)]], B),
-        (point(A, 7), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # B went on from it
+        (point(A, 7), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # B resumed from it
         (point(B, 12), [[Job(A, 0), Job(B, 7), Job(C, 9)]], C),
         (point(B, 9), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),
         (point(C, 20), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # the last job
         (point(D, 20), [[Job(A, 0), Job(B, 7)]], A),  # lists name its jobs: the others are later
-        (point(D, 20, A, B), [[Job(A, 0), Job(B, 7)]], None),  # it has gone on from them
+        (point(D, 20, A, B), [[Job(A, 0), Job(B, 7)]], None),  # it has resumed from them
         (point(D, 20), [], None),
         (point(A, 10), [[Job(B, 5)], [Job(A, 0)]], None),  # noted near alone: the outage of --save
         (point(A, 10), [[Job(A, 0), Job(B, 5)], [Job(A, 0)]], B),  # a node that was away
@@ -191,12 +191,12 @@ def test_which_of_two_jobs_came_later() -> None:
     assert History([[Job(A, 0)], [Job(A, 0), Job(B, 5)]]).comes_later(point(B, 7), point(A, 10))
     assert not History([[Job(A, 0)], [Job(B, 5)]]).comes_later(point(B, 7), point(A, 10)), "nobody knows"
     assert History([]).comes_later(point(B, 7, A), point(A, 10)), (
-        "it went on from an earlier save of that job"
+        "it resumed from an earlier save of that job"
     )
 
 
 def test_what_is_not_known_before_a_checkpoint_is_not_called_left() -> None:
-    resumed = Point(200, SaveId(B, 1), None)  # whose job did not know what it went on from
+    resumed = Point(200, SaveId(B, 1), None)  # whose job did not know what it resumed from
     last = Point(300, SaveId(C, 1), origin_from(resumed, 200).ancestors)
     assert last.follows(resumed) and not last.knows_its_ancestors
     jobs = [Job(A, 0), Job(B, 150), Job(C, 200, SaveId(B, 1))]

@@ -322,7 +322,7 @@ class Preparation:
         described = self._rows_described(found.described)
         depends_on = self._classification(is_lazy, described)
         if depends_on is None or depends_on != self._classified:
-            # By what is viewed: of a view that is made here, nobody could tell that it is a Parameter's.
+            # By what is viewed: a view that is made here does not show that its base is a Parameter.
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
         for at, view in self._places.views:
@@ -331,10 +331,10 @@ class Preparation:
         return _copied(columns, tensors, described)
 
     def _found_again(self) -> Found:
-        """Returns the tensors of the survey. If code of others calls, it may have moved them since.
+        """Returns the tensors of the survey; looks again where they are if that may have changed since.
 
-        What another program's code has moved that has returned by now is stored as it was; memory that it has
-        freed is looked for.
+        It may if other code is on the stack, or if memory was freed. What other code has moved before it
+        returned is stored as it was.
 
         Raises:
             SaveFailedError: one has changed.

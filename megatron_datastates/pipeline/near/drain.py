@@ -388,11 +388,11 @@ class Drain:
             save.seen, self._progress = (len(missing), there), time.monotonic()
         if missing:
             save.attempts = 0
-            self._give_up_if_overtaken(save)
+            self._abandon_if_overtaken(save)
         return not missing
 
-    def _give_up_if_overtaken(self, save: NearSave) -> None:
-        """Gives up a save that lacks files, if a newer one was complete.
+    def _abandon_if_overtaken(self, save: NearSave) -> None:
+        """Abandons a save that lacks files, if a newer one was complete.
 
         Each node copies its saves in order: what this one lacks never comes.
         """

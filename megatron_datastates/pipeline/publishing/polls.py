@@ -76,7 +76,7 @@ class Polled(Protocol):
         ...
 
     def interrupt(self, error: BaseException) -> None:
-        """Gives the save up on this rank: a poll of it was interrupted, so what it has done is not known."""
+        """Abandons the save on this rank: a poll of it was interrupted, so what it has done is not known."""
         ...
 
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
