@@ -159,9 +159,7 @@ def _times(count: int) -> str:
 def _longer(way: Results, block: int) -> str:
     """Says by how much the iteration after a save is longer than those of the blocks beside it."""
     took, found = way["iterations_ms"], []
-    for at in range(
-        3 * block, len(took) - block, 2 * block
-    ):  # the first save, in the second block, does not count
+    for at in range(3 * block, len(took) - block, 2 * block):  # without the first save, in the second block
         beside = took[at - block : at] + took[at + block : at + 2 * block]
         found.append(100 * (took[at + 1] / statistics.median(beside) - 1))
     text = f"{statistics.median(found):.0f}% longer (median of {len(found)}, "

@@ -215,8 +215,8 @@ class Drain:
 
     def _stalled_seconds(self) -> float:
         with self._lock:
-            is_far = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
-        return _STALLED_SECONDS_OBJECTS if is_far else _STALLED_SECONDS
+            in_store = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
+        return _STALLED_SECONDS_OBJECTS if in_store else _STALLED_SECONDS
 
     # -- the thread -------------------------------------------------------------------------------------
 
@@ -248,8 +248,8 @@ class Drain:
         """Returns how long to wait for what other nodes do; None if there is nothing to wait for."""
         if not self._to_publish and not self._closing:
             return None if self._is_done() else _ROOM_SECONDS
-        is_far = bool(self._to_publish) and is_object(self._to_publish[0].far)
-        return _LOOK_SECONDS_OBJECTS if is_far else _LOOK_SECONDS
+        in_store = bool(self._to_publish) and is_object(self._to_publish[0].far)
+        return _LOOK_SECONDS_OBJECTS if in_store else _LOOK_SECONDS
 
     def _copy_or_pause(self, save: NearSave) -> None:
         is_ending = self._closing  # an attempt that began before may have met what is over by now
@@ -300,9 +300,7 @@ class Drain:
                     file = waiting.popleft()
                     try:
                         self._copy_file(save, file)
-                    except (
-                        BaseException
-                    ) as error:  # clients in Rust panic with something that is no Exception
+                    except BaseException as error:  # a panic of a client in Rust is no Exception
                         errors.append(error)
 
         copies = _UPLOADS if is_object(save.far) else _COPIES
