@@ -1,4 +1,4 @@
-"""Checkpoints for Megatron-Core that hold training for milliseconds, not seconds.
+"""Checkpoints for Megatron-Core that pause training for milliseconds, not seconds.
 
     import megatron_datastates as ds
 

@@ -137,8 +137,11 @@ def gpu_steps(found: Results) -> Iterator[Row]:
     """Yields rows about what copies cost a step on a GPU, by how many queues CUDA uses."""
     for part, connections in (
         ("steps", ""),
-        ("steps_one_connection", ", CUDA_DEVICE_MAX_CONNECTIONS=1"),
-        ("steps_8_for_copies", ", and CUDA_DEVICE_MAX_COPY_CONNECTIONS=8 besides"),
+        ("steps_one_connection", ", with CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        (
+            "steps_8_for_copies",
+            ", with CUDA_DEVICE_MAX_CONNECTIONS=1 and CUDA_DEVICE_MAX_COPY_CONNECTIONS=8",
+        ),
     ):
         steps = found["parts"][part]
         alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
@@ -156,9 +159,7 @@ def _times(count: int) -> str:
 def _longer(way: Results, block: int) -> str:
     """Says by how much the iteration after a save is longer than those of the blocks beside it."""
     took, found = way["iterations_ms"], []
-    for at in range(
-        3 * block, len(took) - block, 2 * block
-    ):  # the first save, in the second block, does not count
+    for at in range(3 * block, len(took) - block, 2 * block):  # without the first save, in the second block
         beside = took[at - block : at] + took[at + block : at + 2 * block]
         found.append(100 * (took[at + 1] / statistics.median(beside) - 1))
     text = f"{statistics.median(found):.0f}% longer (median of {len(found)}, "
@@ -200,7 +201,8 @@ def table(folder: Path) -> str:
     lines = [f"| | {OURS} | `{THEIRS}` | the disk itself (fio) |", "|---|---|---|---|"]
     lines += [f"| {row.name} | {row.ours} | {row.theirs} | {row.disk} |" for row in rows]
     used = dict.fromkeys(row.source for row in rows)
-    return "\n".join([*lines, "", *(f"- {describe(name, sources[name])}" for name in used)])
+    lines += ["", "<details><summary>Sources: result files, machines, dates, versions</summary>", ""]
+    return "\n".join([*lines, *(f"- {describe(name, sources[name])}" for name in used), "", "</details>"])
 
 
 def describe(name: str, found: Results) -> str:

@@ -159,7 +159,7 @@ def _in_buckets(layout: Layout, described: Any, place: int, data: int) -> tuple[
         name: ShardedObject(prefix + name, value, (1,), (0,), replica_id=replica)
         for name, value in values.items()
     }
-    setattr(objects[CARRIER], asked._ATTRIBUTE, asked.OwnBuckets(described, frozenset()))
+    setattr(objects[CARRIER], asked._ATTRIBUTE, asked.OwnBuckets(lambda: described))
     optimizer = {
         "optimizer": objects["optimizer"],
         "param_state": {CARRIER: objects[CARRIER], 0: {"d": buckets}},

@@ -46,11 +46,6 @@ class Parallel:
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Returns the (tp, pp, dp) ranks of a global rank."""
-        dp, tp = divmod(rank % (self.tp * self.dp), self.tp)
-        return tp, rank // (self.tp * self.dp), dp
-
     def expert_coordinates(self, tp: int, dp: int) -> tuple[int, int]:
         """Returns the expert-parallel rank, and the rank among those that hold the same experts."""
         replica, ep = divmod(tp + self.tp * dp, self.ep)

@@ -34,7 +34,7 @@ class Recorder:
         self.spans: dict[str, list[tuple[float, float]]] = {}
 
     def attach(self) -> None:
-        """Records `step`, `save`, `poll`, `fence`, `load` and, within it, `bring home` from now on."""
+        """Records `step`, `save`, `poll`, `fence`, `load` and, within it, `recover` from now on."""
         from megatron.training import training as loop
 
         from megatron_datastates.engine.fence import FENCE
@@ -46,7 +46,7 @@ class Recorder:
             (loop, "maybe_finalize_async_save", "poll"),
             (FENCE, "wait", "fence"),
             (loop, "load_checkpoint", "load"),
-            (recovery, "bring_home", "bring home"),
+            (recovery, "recover_newest", "recover"),
         ):
             setattr(owner, function, self._timed(name, getattr(owner, function)))
 

@@ -98,5 +98,5 @@ def _times(records: list[dict[str, list[Span]]]) -> tuple[float, float, float]:
     """Returns seconds in load_checkpoint, of them those that bring the checkpoint, and bytes read far."""
     loads = [end - begin for record in records for begin, end in record["load"]]
     assert len(loads) == len(records), "each rank loads once"
-    brought = [end - begin for record in records for begin, end in record.get("bring home", [])]
+    brought = [end - begin for record in records for begin, end in record.get("recover", [])]
     return max(loads), max(brought, default=0.0), sum(record["far bytes"][0][1] for record in records)

@@ -137,10 +137,9 @@ class Engine {
   void StageLoop();
   void AwaitLoop();
   void WriteLoop();
-  enum class Task { kLook, kStage };
-  bool TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) REQUIRES(mutex_);
+  bool TakeTask(QueuedBatch* taken, Clock::time_point* later) REQUIRES(mutex_);
   std::deque<QueuedBatch>::iterator Choose(Clock::time_point* later) REQUIRES(mutex_);
-  static Task NextOf(const QueuedBatch& queued);
+  static bool IsToLook(const QueuedBatch& queued);
   bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
   void NoteBegin(int* threads) REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.

@@ -32,14 +32,14 @@ class AlignedCopy {
 
 }  // namespace
 
-Engine::Task Engine::NextOf(const QueuedBatch& queued) {
-  const bool looks = queued.looks && !queued.batch->chunks()[queued.next].eager;
-  return looks ? Task::kLook : Task::kStage;
+// Whether the next task is the tripwire's second look, and not to stage a chunk.
+bool Engine::IsToLook(const QueuedBatch& queued) {
+  return queued.looks && !queued.batch->chunks()[queued.next].eager;
 }
 
 // Whether the next chunk and all that follow are lazy, and may not be copied yet.
 bool Engine::MustWait(const QueuedBatch& queued) const {
-  if (NextOf(queued) != Task::kStage || queued.first_pass) return false;
+  if (IsToLook(queued) || queued.first_pass) return false;
   return queued.next >= queued.batch->eager_end() && Clock::now() < queued.lazy_from && !queued.job->failed();
 }
 
@@ -59,7 +59,7 @@ std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* late
       *later = std::min(*later, at->lazy_from);
     } else if (at->appended) {
       if (appended == queue_.end()) appended = at;
-    } else if (NextOf(*at) == Task::kStage && !at->first_pass && !at->batch->chunks()[at->next].eager) {
+    } else if (!IsToLook(*at) && !at->first_pass && !at->batch->chunks()[at->next].eager) {
       if (lazy == queue_.end()) lazy = at;
     } else if (lazy == queue_.end() && appended == queue_.end()) {
       return at;
@@ -72,11 +72,10 @@ std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* late
   return appended_next_ ? lazy : appended;
 }
 
-bool Engine::TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) {
+bool Engine::TakeTask(QueuedBatch* taken, Clock::time_point* later) {
   const auto at = Choose(later);
   if (at == queue_.end()) return false;
-  *task = NextOf(*at);
-  at->busy = *task != Task::kStage;
+  at->busy = IsToLook(*at);
   *taken = *at;
   if (!at->busy && ++at->next >= at->batch->chunks().size() && !at->first_pass) {
     at->job->EndTask();
@@ -92,9 +91,8 @@ void Engine::StageLoop() {
   NoteBegin(&staging_);
   while (true) {
     QueuedBatch taken;
-    Task task = Task::kStage;
     Clock::time_point later = Clock::time_point::max();
-    if (!TakeTask(&taken, &task, &later)) {
+    if (!TakeTask(&taken, &later)) {
       if (later != Clock::time_point::max()) {
         stage_wake_.WaitUntil(mutex_, std::min(later, Clock::now() + kPollInterval));
       } else if (stop_staging_) {
@@ -105,12 +103,10 @@ void Engine::StageLoop() {
       continue;
     }
     lock.Unlock();
-    switch (task) {
-      case Task::kLook:
-        Look(taken);
-        break;
-      case Task::kStage:
-        Stage(taken);
+    if (taken.busy) {
+      Look(taken);
+    } else {
+      Stage(taken);
     }
     taken = QueuedBatch();
     lock.Lock();
@@ -241,11 +237,10 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   const auto give_up = [&job] { return job.failed(); };
   copy_rate_.Spend(chunk.bytes, give_up);
   if (job.failed()) return Slot();
-  const auto before = std::chrono::steady_clock::now();
+  const auto before = Clock::now();
   double growing = 0;
   Slot slot = pool_->Acquire(give_up, &growing);
-  job.CountSlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(),
-                    growing);
+  job.CountSlotWait(std::chrono::duration<double>(Clock::now() - before).count(), growing);
   return slot;
 }
 

@@ -94,7 +94,7 @@ def _remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 
 
 def rename_to_target(work_directory: Path, target: Path) -> None:
-    """Gives the complete directory the target's name, durably. Raises StorageError if the target exists."""
+    """Renames the complete directory to the target, durably. Raises StorageError if the target exists."""
     refuse_target(target)
     work_directory.rename(target)
     sync_directory(target.parent)

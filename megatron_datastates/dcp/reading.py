@@ -33,6 +33,7 @@ from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.loading.filling import (
     Temporaries,
     copy_converted,
+    is_plain,
     note_change,
     overlapping,
     require_memory,
@@ -154,7 +155,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Gives the planner an object that was unpickled safely, and never the stored bytes.
+    """Passes the planner an object that was unpickled safely, and never the stored bytes.
 
     Replaces DefaultLoadPlanner.load_bytes, which would unpickle anything. A planner with a method of its own
     gets bytes that were made here, of the same object.
@@ -201,13 +202,13 @@ class _Box:
 
         Megatron's planner does so for quantized tensors; only one of these should exist at a time.
         """
-        return isinstance(planner, DefaultLoadPlanner) and not _is_plain(
+        return isinstance(planner, DefaultLoadPlanner) and not is_plain(
             planner.lookup_tensor(self.item.dest_index)
         )
 
     def _is_lost(self, planner: LoadPlanner, target: torch.Tensor) -> bool:
         """Returns whether the target is a copy that nobody has, as of a part of a quantized tensor."""
-        if not (isinstance(planner, DefaultLoadPlanner) and self.is_detour(planner) and _is_plain(target)):
+        if not (isinstance(planner, DefaultLoadPlanner) and self.is_detour(planner) and is_plain(target)):
             return False
         copied = getattr(planner, "_intermediate_read_items", None)  # back by Megatron's planner
         overrides = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
@@ -301,7 +302,7 @@ class _Transfer:
 
     def parts(self) -> Iterator[_Transfer]:
         """Yields itself if read in place or not a plain tensor, else parts with small temporaries."""
-        if self.memory is not None or not _is_plain(self.target):
+        if self.memory is not None or not is_plain(self.target):
             yield self
             return
         shape, origin = tuple(self.target.shape), (0,) * self.target.dim()
@@ -399,10 +400,6 @@ def _is_within(box: Box, shape: Sequence[int]) -> bool:
     return len(box[0]) == len(shape) and all(o + n <= s for o, n, s in zip(*box, shape, strict=True))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
 def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
@@ -410,7 +407,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 def _fits_in_place(target: torch.Tensor, encoded: bool) -> bool:
     """Returns whether elements of the same dtype can be read into the target without a temporary."""
     return (
-        _is_plain(target)
+        is_plain(target)
         and not (encoded and _is_on_device(target))
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())

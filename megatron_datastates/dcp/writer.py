@@ -110,7 +110,7 @@ class DataStatesWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives every rank the save id and its number. On the coordinator."""
+        """Adds the save id and the rank's number to every rank's plan. On the coordinator."""
         self._save_id = new_save_id()
         return [
             dataclasses.replace(plan, storage_data=_Assignment(self._save_id, rank, len(plans)))

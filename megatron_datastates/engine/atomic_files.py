@@ -175,7 +175,7 @@ def remove_replaced(
     Args:
         replaced: data files that the manifest named in whose place the save's own is now.
         superseded: patterns of files of a checkpoint in another format.
-        continued: ids of the runs that this one goes on from: their jobs are over, or about to end.
+        continued: ids of the runs that this one resumes from: their jobs are over, or about to end.
     """
     removed = []
     # Those of the checkpoint are set aside first: to find out whose a name is takes long at many ranks.

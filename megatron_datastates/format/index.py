@@ -3,8 +3,8 @@
 A rank's *own index* describes its data file alone, as number 0, with nothing packed. Ranks exchange own
 indexes when a layout is new, and the layout digest in a footer is that of the rank's own index. Rank 0
 merges them into the index of the checkpoint, from which `own_index` makes each of them again. The file is
-named after the digest of its bytes, so it never changes in place. A reader reads the directory whole, and the
-fragments of a key on demand.
+named after the digest of its directory, which has those of all its sections, so it never changes in place. A
+reader reads the directory whole, and the fragments of a key on demand.
 """
 
 from __future__ import annotations

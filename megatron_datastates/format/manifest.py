@@ -131,7 +131,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def continued(self) -> set[int]:
-        """The ids of the runs that the save's run goes on from, as far as they are known."""
+        """The ids of the runs that the save's run resumes from, as far as they are known."""
         ancestors = () if self.ancestors is msgspec.UNSET else self.ancestors
         saves = (SaveId.parse(ancestor.save_id) for ancestor in ancestors)
         return {save.run_id for save in saves if save is not None}

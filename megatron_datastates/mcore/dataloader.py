@@ -100,7 +100,7 @@ class LoopDataLoader:
             self._loaded = _Loaded(reader, key_of(rank, ranks))
 
     def drop_replaced(self) -> None:
-        """Lets go of the attached loader if another one is to come: the position to be loaded is for that."""
+        """Drops the attached loader if another one is to come, which the position to be loaded is for."""
         if self._expects_another:
             self._attached = None
 

@@ -18,8 +18,8 @@ from megatron_datastates.config import SWITCH, is_switched_on
 from megatron_datastates.mcore.hooks.calls import SAVES
 
 logger = logging.getLogger(__name__)
-# Strategies by those that they replace; one replaces all that programs leave to Megatron.
-_instead: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# Our strategies, by those that they replace; one replaces all that programs leave to Megatron.
+_replacements: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,21 +62,21 @@ def _ours(strategy: Any) -> Any:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     if strategy is None or strategy == ("torch_dist", 1):
-        return _instead_of(None)
+        return _replacement_of(None)
     if not isinstance(strategy, FullyParallelSaveStrategyWrapper):
-        return _instead_of(strategy)
-    inner = _instead_of(strategy.base_strategy)
+        return _replacement_of(strategy)
+    inner = _replacement_of(strategy.base_strategy)
     if inner is not strategy.base_strategy:
         strategy.base_strategy, strategy.backend, strategy.version = inner, inner.backend, inner.version
     return strategy
 
 
-def _instead_of(strategy: Any) -> Any:
+def _replacement_of(strategy: Any) -> Any:
     from megatron_datastates.mcore import programs
 
     if strategy is not None and not programs.is_stock(strategy):
         return strategy
     key = programs if strategy is None else strategy
-    if key not in _instead:
-        _instead[key] = programs.enabled_strategy()()
-    return _instead[key]
+    if key not in _replacements:
+        _replacements[key] = programs.enabled_strategy()()
+    return _replacements[key]

@@ -116,8 +116,8 @@ class Publication:
         self._polls, self._faults = polls, faults
         self.extras = extras or PublicationExtras()
         # The step of the protocol, between polls the same on every rank.
-        self._errors_asked: PendingResult[bytes] | None = None  # step 2: the next poll reads these, no flags
-        self._records_asked: PendingResult[bytes] | None = None  # step 3: it reads these beside flags
+        self._pending_errors: PendingResult[bytes] | None = None  # step 2: the next poll reads no flags
+        self._pending_records: PendingResult[bytes] | None = None  # step 3: read beside flags
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
         self.keeps_files = False  # step 2: although the save fails, as its manifest may be in place
         # What this rank alone has done.
@@ -182,7 +182,7 @@ class Publication:
     @property
     def sums_flags(self) -> bool:
         """Returns whether the next poll reads flags, and not errors."""
-        return self._errors_asked is None
+        return self._pending_errors is None
 
     def flags(self) -> Flags:
         """Returns what this rank adds to the sum."""
@@ -200,8 +200,8 @@ class Publication:
         self._look_for_offer()
         if is_first:  # later ones wait for it
             self._look_if_late(1 if sums is None else max(sums.unfinished, 1))
-        if self._errors_asked is not None:
-            self._fail(self._errors_asked.result())
+        if self._pending_errors is not None:
+            self._fail(self._pending_errors.result())
         elif sums is not None:
             self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
@@ -217,12 +217,12 @@ class Publication:
         if sums.failed:
             self.keeps_files = sums.in_place > 0
             node = socket.gethostname() if self.collectives.distributed else ""
-            self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure, node))
-        elif self._records_asked is not None:
-            records, self._records_asked = self._records_asked.result(), None
+            self._pending_errors = self.collectives.start_gather(encode_failure(self.save.failure, node))
+        elif self._pending_records is not None:
+            records, self._pending_records = self._pending_records.result(), None
             self._exchange(Records(records))
-        elif sums.offered_bytes and self.near is not None and not self.near.is_asked:
-            self.near.ask(self.collectives, sums.offered_bytes)
+        elif sums.offered_bytes and self.near is not None and not self.near.is_sent:
+            self.near.send(self.collectives, sums.offered_bytes)
         elif sums.unfinished:
             return
         elif self._publishing:
@@ -232,7 +232,7 @@ class Publication:
         elif may_publish:
             self._publishing = True
             self._epoch = self.layouts.begin_use()
-            self._records_asked = self.collectives.start_gather(self._record().encode())
+            self._pending_records = self.collectives.start_gather(self._record().encode())
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome

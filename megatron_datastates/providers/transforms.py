@@ -273,8 +273,8 @@ class EncodedSource:
         return self.source.write(write)
 
 
-class _Around:
-    """What transformations share: they change the entries of an inner provider, or of a tree of providers."""
+class _Transformation:
+    """A provider that changes the entries of an inner one, or of a tree of providers."""
 
     def __init__(self, inner: StateProvider | Mapping[Any, Any], mutability: Mutability) -> None:
         if not isinstance(mutability, Mutability):
@@ -295,7 +295,7 @@ class _Around:
         self.inner.restore(reader)
 
 
-class Compressed(_Around):
+class Compressed(_Transformation):
     """The state of another provider, compressed without loss.
 
     Tensors and arrays are split into byte planes first: exponents of neighbors are alike, mantissas are not.
@@ -339,7 +339,7 @@ class Compressed(_Around):
                 yield EncodedSource(source, Encoding(ZSTD, 0, self._level))
 
 
-class Cast(_Around):
+class Cast(_Transformation):
     """The state of another provider, with floating-point tensors rounded to a smaller dtype.
 
     For archives: a load converts back, but what was rounded off is lost, so training that resumes from it

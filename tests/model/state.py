@@ -43,9 +43,6 @@ class Model:
         mine = self.saves[0] + self.saves[1] if self.same_run else next(s for s in self.saves if save in s)
         return mine[: mine.index(save)]
 
-    def all_saves(self) -> tuple[str, ...]:
-        return (OLD, *(save for saves in self.saves for save in saves))
-
     def start(self) -> State:
         files = Files(())
         if self.old:

@@ -123,7 +123,7 @@ def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) ->
             time.sleep(0.01)
     dist.barrier()
     if overtake:
-        while both[0]._records_asked is None:
+        while both[0]._pending_records is None:
             both[0].poll()
         poll_to_end(both[1])
         saver.session.layouts._merged.clear()  # so that the first must gather the layouts itself
@@ -197,9 +197,9 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     saver = Saver(OPTIONS, SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
     while not publication.records:
-        if publication._records_asked is not None:
-            assert publication._polls._asked is not None
-            publication._polls._asked.result()  # so that everything enqueued before the next poll is done
+        if publication._pending_records is not None:
+            assert publication._polls._pending_sum is not None
+            publication._polls._pending_sum.result()  # all that was enqueued before is done
             device.hangs = True
         dist.barrier()
         publication.poll()

@@ -23,7 +23,7 @@ def test_strided_spans_are_packed(engines: Engines, tmp_path: Path, slot_bytes: 
     save_whole(engines(slot_bytes=slot_bytes), tmp_path / "data", copies)
 
 
-def test_a_run_spans_many_slots(engines: Engines, tmp_path: Path) -> None:
+def test_a_span_fills_many_slots(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=ALIGNMENT, most_slots=3)
     save_whole(engine, tmp_path / "data", [Copy(random_bytes(50 * ALIGNMENT + 77), offset=100)])
 
@@ -41,13 +41,13 @@ def test_a_file_may_hold_nothing_but_zeros(engines: Engines, tmp_path: Path) -> 
     save.assert_stored()
 
 
-def test_empty_runs_are_left_out(engines: Engines, tmp_path: Path) -> None:
+def test_empty_spans_are_left_out(engines: Engines, tmp_path: Path) -> None:
     memory = random_bytes(64)
     copies = [Copy(memory[:0], 0), Copy(memory[:10], 0), Copy(memory[:0], 10), Copy(memory[10:], 10)]
     save_whole(engines(), tmp_path / "data", copies)
 
 
-def test_a_hundred_thousand_tiny_runs_arrive(engines: Engines, tmp_path: Path) -> None:
+def test_a_hundred_thousand_tiny_spans_arrive(engines: Engines, tmp_path: Path) -> None:
     rng = random.Random(3)
     memory = random_bytes(1 << 20)
     starts = [rng.randrange(len(memory) - 24) for _ in range(100_000)]

@@ -191,7 +191,7 @@ def test_no_device_memory_is_allocated(cuda: FakeCuda, device_engines: Engines, 
     ]
 
 
-def test_neighbouring_runs_are_one_copy(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+def test_neighbouring_spans_are_one_copy(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     memory = random_bytes(4 * SLOT)
     joined = [Copy(memory[i : i + 64], i, device=True) for i in range(0, len(memory), 64)]
     save_whole(device_engines(tripwire=False), tmp_path / "joined", joined, stream=cuda.new_stream())
@@ -211,7 +211,7 @@ def test_runs_that_only_look_like_neighbours_are_not_joined(
     assert cuda.copies_to_host == 2
 
 
-def test_more_runs_than_the_driver_queues_pass_through(
+def test_more_spans_than_the_driver_queues_pass_through(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     memory = random_bytes(1 << 18)

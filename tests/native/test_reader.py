@@ -312,7 +312,7 @@ def test_small_holes_are_read_and_large_ones_left_out(stored: Path) -> None:
     assert read_rows(stored, 10, 30, 2 * ALIGNMENT + GAP, CHECKSUMS) == 2 * MIB
 
 
-def test_holes_between_runs_count_like_those_within(stored: Path) -> None:
+def test_holes_between_spans_count_like_those_within(stored: Path) -> None:
     far, near = GAP + 2 * ALIGNMENT, GAP + ALIGNMENT
     assert Read(stored, [(0, 10), (far, 10)], checksums=b"").bytes_read == 2 * ALIGNMENT
     assert Read(stored, [(near, 10), (0, 10)], checksums=b"").bytes_read == near + ALIGNMENT
@@ -417,7 +417,7 @@ HUGE = (1 << 64) - 8
         (Request(0, 1, 0, file=1), "file 1: expected a file number below 1"),
     ],
 )
-def test_a_run_that_leaves_its_file_is_refused(stored: Path, request_: Request, what: str) -> None:
+def test_a_span_that_leaves_its_file_is_refused(stored: Path, request_: Request, what: str) -> None:
     with pytest.raises(OSError, match=what):
         start_read(make_reader(), [(str(stored), len(DATA), CHECKSUMS)], [request_])
 

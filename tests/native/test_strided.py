@@ -75,7 +75,7 @@ def copies_made(cuda: FakeCuda) -> list[str]:
         (rows(4, 10, 10, 5), ["40"]),
     ],
 )
-def test_a_chunks_part_of_a_run_is_one_call_and_what_its_borders_cut(
+def test_a_chunks_part_of_a_span_is_one_call_and_what_its_borders_cut(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, copy: Copy, made: list[str]
 ) -> None:
     engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1, tripwire=False)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_datastates as ds
-from megatron_datastates.convert.hf.arguments import Arguments, namespace, settle
+from megatron_datastates.convert.hf.arguments import Arguments, model_arguments, namespace
 from megatron_datastates.convert.hf.families import family_of
 from megatron_datastates.convert.hf.tensors import EXPERTS, LAYERS, entries
 from megatron_datastates.format.directory import COMMON_STATE_KEY
@@ -58,7 +58,7 @@ def state(stored: argparse.Namespace, *, apart: bool = False) -> dict[str, torch
         apart: each layer and expert has keys of its own, and so have the halves of gated layers, as with
             Megatron's singleton_local_shards.
     """
-    a = settle(vars(stored))
+    a = model_arguments(vars(stored))
     found: dict[str, Any] = {}
     for number, (place, made) in enumerate(entries(family_of(a, vars(stored)).model_type, a)):
         rows = place.shape[0] + (2 if place.padded else 0)

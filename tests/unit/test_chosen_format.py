@@ -19,7 +19,7 @@ from megatron_datastates.engine import staging
 from megatron_datastates.errors import NotACheckpointError, OptionError
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
-from megatron_datastates.mcore.training import arguments, device_cache, loop, near, retention
+from megatron_datastates.mcore.training import arguments, checks, device_cache, loop, near, retention
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.mcore.training.load import _require_chosen
 from megatron_datastates.pipeline.publication import Outcome
@@ -41,7 +41,7 @@ def enabled(monkeypatch):
 
     monkeypatch.setattr(loop, "_options", None)
     monkeypatch.setattr(loop, "enable_saving", enable_saving)
-    monkeypatch.setattr(loop, "settle", lambda args: None)
+    monkeypatch.setattr(loop, "set_dependent_arguments", lambda args: None)
     monkeypatch.setattr(retention, "finalize", None, raising=False)
     return calls
 
@@ -129,7 +129,7 @@ def test_a_fence_that_may_wait_for_longer_than_process_groups_is_warned_of(
     caplog, minutes: int | None, seconds: int | None, is_warned: bool
 ) -> None:
     args = namespace(distributed_timeout_minutes=minutes, distributed_timeout_seconds_after_init=seconds)
-    arguments.warn_of_deadline(args, OPTIONS)
+    checks.warn_of_deadline(args, OPTIONS)
     assert ("process groups time out" in caplog.text) == is_warned
 
 
@@ -160,11 +160,11 @@ def test_copies_that_take_turns_with_kernels_are_warned_of(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(arguments, "_DEVICE", tmp_path / "none")
-    arguments.warn_of_shared_queue(namespace(**given))
+    monkeypatch.setattr(checks, "_DEVICE", tmp_path / "none")
+    checks.warn_of_shared_queue(namespace(**given))
     assert not caplog.text, "there is no GPU"
-    monkeypatch.setattr(arguments, "_DEVICE", tmp_path)
-    arguments.warn_of_shared_queue(namespace(**given))
+    monkeypatch.setattr(checks, "_DEVICE", tmp_path)
+    checks.warn_of_shared_queue(namespace(**given))
     assert ("CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in caplog.text) == is_warned
 
 
@@ -179,15 +179,15 @@ def test_options_of_a_near_tier_need_one(
     flag = "--datastates-" + next(iter(given)).replace("_", "-")
     args = namespace(**{f"datastates_{name}": value for name, value in given.items()})
     with pytest.raises(OptionError, match=f"^{flag} needs --datastates-near DIR"):
-        arguments.check_near_options(args, Options(**given))
+        checks.check_near_options(args, Options(**given))
     assert not caplog.text
-    arguments.check_near_options(namespace(), Options(**given))  # of an environment that many jobs share
+    checks.check_near_options(namespace(), Options(**given))  # of an environment that many jobs share
     variable = f"MEGATRON_DATASTATES_{next(iter(given)).upper()}"
     assert f"{variable} needs --datastates-near DIR: it is ignored" in caplog.text
-    arguments.check_near_options(args, Options(near="/local", **given))
+    checks.check_near_options(args, Options(near="/local", **given))
     args.save = "msc://store/run"
-    arguments.check_near_options(args, arguments.options_of(args))
-    arguments.check_near_options(args, Options(near_keep=2))
+    checks.check_near_options(args, arguments.options_of(args))
+    checks.check_near_options(args, Options(near_keep=2))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_near_tier_in_the_directory_of_the_run_is_refused(
     args, options = namespace(save=str(tmp_path / "run")), Options(near=f"{tmp_path}/{near}")
     refused = pytest.raises(OptionError, match=r"^--datastates-near .* is in --save ")
     with refused if is_refused else contextlib.nullcontext():
-        arguments.check_near_options(args, options)
+        checks.check_near_options(args, options)
 
 
 @pytest.mark.parametrize("is_given", [False, True])
@@ -212,7 +212,7 @@ def test_only_the_user_says_that_the_structure_of_megatrons_own_saves_is_constan
 ) -> None:
     monkeypatch.setattr(arguments, "_has_set_structure", False)
     args = namespace(ckpt_assume_constant_structure=is_given)
-    arguments.settle(args)
+    arguments.set_dependent_arguments(args)
     with arguments.structure_as_given(args):
         assert args.ckpt_assume_constant_structure == is_given
     assert args.ckpt_assume_constant_structure
@@ -221,9 +221,9 @@ def test_only_the_user_says_that_the_structure_of_megatrons_own_saves_is_constan
 def test_megatron_hashes_no_files_that_are_near_only() -> None:
     """Its integrity.json would list none, or some that are half copied, and a load would compare nothing."""
     args = namespace(verify_integrity=True)
-    arguments.check_near_options(args, Options())
+    checks.check_near_options(args, Options())
     with pytest.raises(OptionError, match=r"^--verify-integrity: .*near tier only.*: leave it out"):
-        arguments.check_near_options(args, Options(near="/local"))
+        checks.check_near_options(args, Options(near="/local"))
 
 
 @pytest.mark.parametrize("fault", ["", "a link", "of another user", "others write to it", "a file"])
@@ -247,9 +247,9 @@ def test_the_near_tier_in_the_folder_for_temporary_files_is_this_users_alone(
             arguments.options_of(args)
     args.datastates_near = "/x"
     assert arguments.options_of(args).near == "/x"
-    monkeypatch.setattr(arguments, "msc_is_enabled", lambda: True)
+    monkeypatch.setattr(checks, "msc_is_enabled", lambda: True)
     monkeypatch.setattr(stores, "require_answer", lambda place: None)
-    arguments.check_object_stores(args)
+    checks.check_object_stores(args)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_report_file_that_cannot_be_written_is_warned_of(
     caplog, tmp_path, folder: str, rank: int, is_warned: bool
 ) -> None:
     options = Options(report_file=str(tmp_path / folder / "report.jsonl"))
-    arguments.warn_of_report_file(namespace(rank=rank), options)
+    checks.warn_of_report_file(namespace(rank=rank), options)
     assert ("no report can be written there now" in caplog.text) == is_warned
 
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_in_place_of_a_run_is_warned_of(
         directory.mkdir(exist_ok=True)
         (directory / name).write_text('{"sharded_backend": "torch_dist"}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    arguments.warn_of_checkpoint_as_run(namespace(load=f"{tmp_path}/{load}", **more))
+    checks.warn_of_checkpoint_as_run(namespace(load=f"{tmp_path}/{load}", **more))
     assert bool(advice) == ("Megatron starts from random weights" in caplog.text)
     assert advice.format(tmp_path) in caplog.text
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron_datastates.convert.hf.arguments import settle
+from megatron_datastates.convert.hf.arguments import model_arguments
 from megatron_datastates.convert.hf.config_json import config_json, read_config
 from megatron_datastates.convert.hf.families import family_of
 from megatron_datastates.errors import DataStatesError, FormatError, UnsupportedFormatError
@@ -67,7 +67,7 @@ def test_of_two_scalings_that_of_rope_scaling_counts() -> None:
 def test_scaling_and_interpolation_together_are_refused() -> None:
     stored = vars(arguments(LLAMA, use_rope_scaling=True, rotary_seq_len_interpolation_factor=4))
     with pytest.raises(UnsupportedFormatError, match="rotary_seq_len_interpolation_factor is 4, not None"):
-        family_of(settle(stored), stored)
+        family_of(model_arguments(stored), stored)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_more_experts_for_a_token_than_there_are_are_refused() -> None:
     with pytest.raises(FormatError, match="moe_router_topk is 5, expected at most 4"):
         read_config(changed("qwen3_moe", num_experts_per_tok=5))
     with pytest.raises(FormatError, match="moe_router_topk is 4, expected at most 3"):
-        settle(vars(arguments(MIXTRAL, moe_router_topk=4)))
+        model_arguments(vars(arguments(MIXTRAL, moe_router_topk=4)))
 
 
 def test_a_member_of_another_type_is_an_error_of_ours() -> None:
@@ -113,7 +113,7 @@ def test_an_argument_of_another_type_is_an_error_of_ours() -> None:
         for name in stored:
             for value in STRANGE:
                 try:
-                    a = settle(stored | {name: value})
+                    a = model_arguments(stored | {name: value})
                     assert config_json(family_of(a, stored | {name: value}), a, "float32")
                 except DataStatesError:
                     continue
@@ -122,9 +122,9 @@ def test_an_argument_of_another_type_is_an_error_of_ours() -> None:
 def test_values_that_change_nothing_are_taken() -> None:
     plain = {"mtp_num_layers": 0, "moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 1}
     stored = vars(arguments(MIXTRAL, **plain))
-    assert family_of(settle(stored), stored).model_type == "mixtral"
+    assert family_of(model_arguments(stored), stored).model_type == "mixtral"
     with pytest.raises(UnsupportedFormatError, match="mtp_num_layers is 1, not None"):
-        family_of(settle(stored), stored | {"mtp_num_layers": 1})
+        family_of(model_arguments(stored), stored | {"mtp_num_layers": 1})
 
 
 def test_a_limited_capacity_of_experts_is_noted(tmp_path: Path) -> None:

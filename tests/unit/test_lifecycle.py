@@ -186,9 +186,9 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
 
     monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
     publication = saver.start(tmp_path / "c", State(BIG))
-    publication._indexes._asked = Indexes()
+    publication._indexes._pending = Indexes()
     assert publication._can_publish_here(None) == (looks == 3)
-    publication._indexes._asked = None
+    publication._indexes._pending = None
     assert publication.wait() is Outcome.PUBLISHED
 
 

@@ -24,7 +24,7 @@ from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.near import job_notes
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.near.places import manifest_in
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_in, point_in
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
@@ -82,7 +82,7 @@ class Job(Nodes):
 def resume(job: Nodes, root: Path, wanted: int | None = None) -> tuple[int | None, str]:
     said: list[str] = []
     options = dataclasses.replace(OPTIONS, near=str(root))
-    return bring_home(job.run, options, said.append, wanted=wanted), "\n".join(said)
+    return recover_newest(job.run, options, said.append, wanted=wanted), "\n".join(said)
 
 
 def tracked(job: Nodes) -> str:
@@ -292,7 +292,7 @@ def test_a_job_that_was_killed_before_the_run_names_it(is_noted: bool, tmp_path:
         for path in job.roots[0].rglob(JOBS_NAME):
             path.unlink()
     both = together(away, job.roots[0], tmp_path)
-    assert resume(job, both)[0] == 7, "its manifest says that it went on from a save of job A"
+    assert resume(job, both)[0] == 7, "its manifest says that it resumed from a save of job A"
 
 
 def test_a_job_that_went_on_from_a_later_step_of_an_older_branch(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_a_wanted_iteration_is_brought_from_a_branch_that_was_left(tmp_path: Pat
     after = Job(tmp_path, C, resumed=10, faults=STUCK)
     after.save(12)
     after.end_whole(12)
-    assert resume(after, after.roots[0])[0] == 12, "the run went on from there"
+    assert resume(after, after.roots[0])[0] == 12, "the run resumed from there"
 
 
 def test_a_tracker_that_was_set_back_is_respected(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatron_datastates.pipeline.near import copying, places, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.unit import ranks_in_turn
@@ -83,7 +83,7 @@ def test_what_cannot_be_written_to_save_lets_nothing_older_be_loaded(fault: str,
     nodes = killed(tmp_path)
     options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults=fault)
     with pytest.raises(StorageError, match=r"could not be copied to .*: rank 0: .*No space left"):
-        bring_home(nodes.run, options)
+        recover_newest(nodes.run, options)
     assert recover(nodes)[0] == 3
 
 

@@ -32,7 +32,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import near_run
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange
@@ -50,7 +50,7 @@ NEVER_FAR = "drain write:0:EIO"
 
 def restore_and_be_killed(root: str, fault: str) -> None:
     nodes = Nodes(Path(root))
-    bring_home(nodes.run, dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults=fault))
+    recover_newest(nodes.run, dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults=fault))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> None:
 
 
 def point(run_id: int, iteration: int, *ancestors: int) -> Point:
-    """Returns a checkpoint whose job has gone on from the first saves of others."""
+    """Returns a checkpoint whose job has resumed from the first saves of others."""
     return Point(iteration, SaveId(run_id, 9), tuple(Ancestor(1, str(SaveId(one, 1))) for one in ancestors))
 
 
@@ -112,12 +112,12 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
     [
         (point(A, 10), [[Job(A, 0), Job(B, 7), Job(C, 9)]], B),
         (point(A, 8), [[Job(A, 0), Job(B, 7), Job(C, 9)]], B),
-        (point(A, 7), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # B went on from it
+        (point(A, 7), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # B resumed from it
         (point(B, 12), [[Job(A, 0), Job(B, 7), Job(C, 9)]], C),
         (point(B, 9), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),
         (point(C, 20), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # the last job
         (point(D, 20), [[Job(A, 0), Job(B, 7)]], A),  # lists name its jobs: the others are later
-        (point(D, 20, A, B), [[Job(A, 0), Job(B, 7)]], None),  # it has gone on from them
+        (point(D, 20, A, B), [[Job(A, 0), Job(B, 7)]], None),  # it has resumed from them
         (point(D, 20), [], None),
         (point(A, 10), [[Job(B, 5)], [Job(A, 0)]], None),  # noted near alone: the outage of --save
         (point(A, 10), [[Job(A, 0), Job(B, 5)], [Job(A, 0)]], B),  # a node that was away
@@ -131,7 +131,7 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
 def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
     checkpoint: Point, lists: list[list[Job]], later: int | None
 ) -> None:
-    found = History(lists, [checkpoint]).passed_by(checkpoint)
+    found = History(lists, [checkpoint]).abandoned_by(checkpoint)
     assert (found and found.run_id) == later
 
 
@@ -159,30 +159,30 @@ KNOWN = [Job(A, 0), Job(B, 5, SaveId(A, 5)), Job(C, 10, SaveId(A, 10))]
     ],
 )
 def test_a_later_job_is_known_by_what_it_resumed_from(checkpoint: Point, later: int | None) -> None:
-    found = History([KNOWN], [checkpoint]).passed_by(checkpoint)
+    found = History([KNOWN], [checkpoint]).abandoned_by(checkpoint)
     assert (found and found.run_id) == later
 
 
 def test_a_job_that_no_list_names_beside_another_is_known_by_what_it_resumed_from() -> None:
     left, lists = Point(10, SaveId(A, 10), ()), [KNOWN[:1], KNOWN[1:2]]
     for known in (History(lists), History([KNOWN[:1]], [Point(7, SaveId(B, 1), A_FIRST)])):
-        found = known.passed_by(left, surely=True)
+        found = known.abandoned_by(left, surely=True)
         assert found is not None and found.run_id == B
-    assert History([KNOWN[:1], [Job(B, 5)]]).passed_by(left, surely=True) is None, "nobody knows"
+    assert History([KNOWN[:1], [Job(B, 5)]]).abandoned_by(left, surely=True) is None, "nobody knows"
 
 
 def test_a_line_with_a_save_id_counts_before_one_without_it() -> None:
     without = [Job(A, 0), Job(B, 5), Job(C, 10)]
     for lists in ([KNOWN, without], [without, KNOWN]):
-        found = History(lists).passed_by(Point(9, SaveId(B, 4), A_FIRST))
+        found = History(lists).abandoned_by(Point(9, SaveId(B, 4), A_FIRST))
         assert found is not None and found.run_id == C
 
 
 def test_a_job_that_was_resumed_from_and_has_saved_last_passes_the_other_by() -> None:
     twin, lists = Point(9, SaveId(B, 4), A_FIRST), [[Job(B, 5, SaveId(A, 5)), Job(A, 0)]]
-    found = History(lists, [twin]).passed_by(twin)
+    found = History(lists, [twin]).abandoned_by(twin)
     assert found is not None and found.run_id == A
-    assert History([lists[0][::-1]], [twin]).passed_by(twin) is None
+    assert History([lists[0][::-1]], [twin]).abandoned_by(twin) is None
 
 
 def test_which_of_two_jobs_came_later() -> None:
@@ -191,16 +191,16 @@ def test_which_of_two_jobs_came_later() -> None:
     assert History([[Job(A, 0)], [Job(A, 0), Job(B, 5)]]).comes_later(point(B, 7), point(A, 10))
     assert not History([[Job(A, 0)], [Job(B, 5)]]).comes_later(point(B, 7), point(A, 10)), "nobody knows"
     assert History([]).comes_later(point(B, 7, A), point(A, 10)), (
-        "it went on from an earlier save of that job"
+        "it resumed from an earlier save of that job"
     )
 
 
 def test_what_is_not_known_before_a_checkpoint_is_not_called_left() -> None:
-    resumed = Point(200, SaveId(B, 1), None)  # whose job did not know what it went on from
+    resumed = Point(200, SaveId(B, 1), None)  # whose job did not know what it resumed from
     last = Point(300, SaveId(C, 1), origin_from(resumed, 200).ancestors)
     assert last.follows(resumed) and not last.knows_its_ancestors
     jobs = [Job(A, 0), Job(B, 150), Job(C, 200, SaveId(B, 1))]
-    assert History([jobs], [last]).passed_by(Point(100, SaveId(A, 1), ())) is None
+    assert History([jobs], [last]).abandoned_by(Point(100, SaveId(A, 1), ())) is None
 
 
 @pytest.mark.parametrize(

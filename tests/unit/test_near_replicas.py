@@ -25,7 +25,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near import places, recovery, replicas, serving
 from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.replicas import Replicas, Share, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -89,7 +89,7 @@ class Cluster:
 
         def of_rank(rank: int) -> int | None:
             self._rank.value = rank
-            return bring_home(run, dataclasses.replace(OPTIONS, near=str(self.roots[rank])), said.append)
+            return recover_newest(run, dataclasses.replace(OPTIONS, near=str(self.roots[rank])), said.append)
 
         with ThreadPoolExecutor(len(self.roots)) as threads:
             found = set(threads.map(of_rank, range(len(self.roots))))

@@ -31,7 +31,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, recovery, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.places import near_folder, near_run
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import lateness
 from megatron_datastates.pipeline.runs.branches import Origin
@@ -359,7 +359,7 @@ def recover(nodes: Nodes) -> tuple[int | None, str]:
     said: list[str] = []
     # The limit is for the network of a job that trains.
     options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), drain_limit=1)
-    return bring_home(nodes.run, options, said.append), "\n".join(said)
+    return recover_newest(nodes.run, options, said.append), "\n".join(said)
 
 
 def test_the_next_job_brings_home_what_is_near(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from megatron_datastates.pipeline.near import copying, drain, holdings, share, t
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, published_in, remove_saves
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
@@ -461,7 +461,7 @@ def test_what_cannot_be_written_now_does_not_cost_a_checkpoint(tmp_path: Path) -
     nodes = killed(tmp_path)
     options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults="drain write:1:ENOSPC")
     with pytest.raises(StorageError, match="No space left on device"):
-        bring_home(nodes.run, options)
+        recover_newest(nodes.run, options)
     assert recover(nodes)[0] == 3
 
 

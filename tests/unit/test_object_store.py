@@ -44,7 +44,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import opening
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, places, tier
-from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -427,10 +427,10 @@ def test_a_killed_drain_leaves_no_checkpoint_and_the_next_job_brings_it_home(
         shutil.copy(path, nodes.near(0, 2))
     said: list[str] = []
     options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]))
-    assert bring_home(nodes.run, options, said.append) == 2
+    assert recover_newest(nodes.run, options, said.append) == 2
     assert f"iteration 2 is newer than what is in {RUN} (" in said[0]
     check(nodes, 2)
-    assert bring_home(nodes.run, options, said.append) is None
+    assert recover_newest(nodes.run, options, said.append) is None
 
 
 def test_drains_end_before_the_interpreter_does(store: ObjectStore, tmp_path: Path) -> None:
@@ -604,32 +604,32 @@ def test_a_store_that_cannot_be_used_is_refused_when_training_starts(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later, its drain would go on trying, and say so in the log only."""
-    from megatron_datastates.mcore.training import arguments
+    from megatron_datastates.mcore.training import checks
 
-    monkeypatch.setattr(arguments, "msc_is_enabled", lambda: True)
+    monkeypatch.setattr(checks, "msc_is_enabled", lambda: True)
     config = tmp_path / "msc.json"
     settings = json.loads(config.read_text())
     settings["profiles"]["elsewhere"] = copy.deepcopy(settings["profiles"]["store"])
     settings["profiles"]["elsewhere"]["storage_provider"]["options"]["base_path"] = "no-such-bucket"
     config.write_text(json.dumps(settings))
-    arguments.check_object_stores(argparse.Namespace(save=RUN))
+    checks.check_object_stores(argparse.Namespace(save=RUN))
     for url, said in [
         ("msc://elsewhere/run", "--save msc://elsewhere/run cannot be listed: NoSuchBucket"),
         ("msc://nobody/run", 'Profile "nobody" not found'),
         ("s3://bucket/run", "--save s3://bucket/run: expected a directory, or msc://PROFILE/PATH"),
     ]:
         with pytest.raises((OptionError, StorageError), match=said):
-            arguments.check_object_stores(argparse.Namespace(save=url))
+            checks.check_object_stores(argparse.Namespace(save=url))
     store.fail("GET list", EXPIRED)
     with pytest.raises(StorageError, match=f"--load {RUN} cannot be listed: the object store refuses it"):
-        arguments.check_object_stores(argparse.Namespace(save="run", load=RUN))
+        checks.check_object_stores(argparse.Namespace(save="run", load=RUN))
 
 
 def test_a_release_that_does_not_use_the_client_refuses_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_datastates.mcore.training import arguments
+    from megatron_datastates.mcore.training import checks
 
-    monkeypatch.setattr(arguments, "msc_is_enabled", lambda: False)
+    monkeypatch.setattr(checks, "msc_is_enabled", lambda: False)
     for args in ({"save": RUN, "enable_msc": False}, {"load": RUN}):
         with pytest.raises(OptionError, match=r"give --enable-msc, too .*leave out --disable-msc"):
-            arguments.check_object_stores(argparse.Namespace(**args))
-    arguments.check_object_stores(argparse.Namespace(save="run", load="run"))
+            checks.check_object_stores(argparse.Namespace(**args))
+    checks.check_object_stores(argparse.Namespace(save="run", load="run"))

@@ -23,7 +23,6 @@ from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save import prepared
-from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
@@ -382,14 +381,6 @@ def test_a_method_set_on_a_chain_of_optimizers_is_not_trusted() -> None:
         Survey([make()], chain)
 
 
-def test_our_own_hook_of_the_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "sharded_param_state_dp_reshardable"
-    original = getattr(DistributedOptimizer, name)
-    hooked = functools.wraps(original)(wrap_sharded_param_state_dp_reshardable(original))
-    monkeypatch.setattr(DistributedOptimizer, name, hooked)
-    Survey([make()], no_optimizer())
-
-
 class Extra(torch.nn.Linear):
     """Has a value that changes."""
 
@@ -671,7 +662,7 @@ def test_views_follow_their_tensor_to_other_memory() -> None:
     weight = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
     part = torch.chunk(weight, 2)[1]
     row = prepared._row("w", part, {id(weight): 7})
-    assert row.number == 7 and row.distance == 24
+    assert row.number == 7 and row.offset == 24
     weight.data = torch.arange(100.0, 112.0).reshape(4, 3)
     assert row.view is not None
     assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()

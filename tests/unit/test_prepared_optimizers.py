@@ -5,6 +5,7 @@ tests/e2e/test_prepared_optimizers.py.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_datastates.mcore.save import thin_states
+from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
@@ -395,6 +397,15 @@ def test_nothing_is_left_behind_when_making_a_state_dict_fails() -> None:
     with pytest.raises(KeyboardInterrupt):
         thin_state(chain_of(*links), interrupt)
     assert not any({"state_dict", "sharded_state_dict"} & vars(one).keys() for one in links)
+
+
+def test_our_own_hook_of_an_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sharded_param_state_dp_reshardable"
+    original = getattr(DistributedOptimizer, name)
+    hooked = functools.wraps(original)(wrap_sharded_param_state_dp_reshardable(original))
+    monkeypatch.setattr(DistributedOptimizer, name, hooked)
+    optimizer = distributed(make_model())
+    assert optimizers_in(optimizer) == [optimizer]
 
 
 class DerivedLayerWise(LayerWiseDistributedOptimizer):

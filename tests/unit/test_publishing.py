@@ -298,7 +298,7 @@ def test_savers_of_two_runs_have_different_run_ids(runs):
 
 @pytest.mark.parametrize("is_requeued", [False, True])
 def test_a_save_leaves_what_another_run_has_not_published_yet(runs, is_requeued):
-    """Also if it goes on from that run, which may not have ended: requeued jobs overlap."""
+    """Also if it resumes from that run, which may not have ended: requeued jobs overlap."""
     slow = runs.start(0, 1)
     while not slow.save.is_durable:
         slow.save.advance()

@@ -152,7 +152,7 @@ def unusual(stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def settle(stored: Mapping[str, Any], vocab_size: int = 0) -> Arguments:
+def model_arguments(stored: Mapping[str, Any], vocab_size: int = 0) -> Arguments:
     """Returns the arguments of a model, from those that a training run stored.
 
     Args:

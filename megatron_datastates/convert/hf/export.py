@@ -17,7 +17,7 @@ import torch
 
 from megatron_datastates.convert.contents import convert_dtype
 from megatron_datastates.convert.hf import FLOATS
-from megatron_datastates.convert.hf.arguments import Arguments, settle
+from megatron_datastates.convert.hf.arguments import Arguments, model_arguments
 from megatron_datastates.convert.hf.config_json import config_json
 from megatron_datastates.convert.hf.families import Family, family_of
 from megatron_datastates.convert.hf.tensors import EMBEDDING, EXPERTS, LAYERS, Place, Rows, entries
@@ -137,7 +137,7 @@ def read_model(source: Source, *, dtype: str = "", vocab_size: int = 0) -> Model
             f"{source.directory} was saved through PyTorch's DCP, as with Megatron-FSDP, and its tensors "
             "have other names: --hf does not export it. Without --hf, weights are exported under these names"
         )
-    arguments = settle(stored, vocab_size)
+    arguments = model_arguments(stored, vocab_size)
     family = family_of(arguments, stored)
     arguments, notes = _with_vocabulary(source, arguments, vocab_size)
     finder = _Finder(source, arguments)

@@ -56,7 +56,7 @@ _ARGUMENTS = (
 )
 
 
-View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, distance in elements
+View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in elements
 
 
 class Row(NamedTuple):
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
     number: int  # of the tensor that it is, or is a view of
     view: View | None
-    distance: int = 0  # in bytes
+    offset: int = 0  # in bytes, from that tensor's first element
 
 
 class _Places(NamedTuple):
@@ -72,7 +72,7 @@ class _Places(NamedTuple):
 
     pick: Callable[[list[Any]], Iterable[Any]]  # of each surveyed tensor's item, that of each row's tensor
     numbers: npt.NDArray[np.intp]
-    distances: Words
+    offsets: Words
     views: list[tuple[int, View]]  # with the row's position
 
 
@@ -322,7 +322,7 @@ class Preparation:
         described = self._rows_described(found.described)
         depends_on = self._classification(is_lazy, described)
         if depends_on is None or depends_on != self._classified:
-            # By what is viewed: of a view that is made here, nobody could tell that it is a Parameter's.
+            # By what is viewed: a view that is made here does not show that its base is a Parameter.
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
         for at, view in self._places.views:
@@ -331,10 +331,10 @@ class Preparation:
         return _copied(columns, tensors, described)
 
     def _found_again(self) -> Found:
-        """Returns the tensors of the survey. If code of others calls, it may have moved them since.
+        """Returns the tensors of the survey; looks again where they are if that may have changed since.
 
-        What another program's code has moved that has returned by now is stored as it was; memory that it has
-        freed is looked for.
+        It may if other code is on the stack, or if memory was freed. What other code has moved before it
+        returned is stored as it was.
 
         Raises:
             SaveFailedError: one has changed.
@@ -355,7 +355,7 @@ class Preparation:
             return None
         addresses = np.concatenate([described.addresses, padding.addresses])[places.numbers]
         storages = list(places.pick(described.storages + padding.storages))
-        return Described(self._facts, addresses + places.distances, storages)
+        return Described(self._facts, addresses + places.offsets, storages)
 
     @functools.cached_property
     def _padding_described(self) -> Described | None:
@@ -368,7 +368,7 @@ class Preparation:
         return _Places(
             pick=items_at([row.number for row in self._rows]),
             numbers=np.array([row.number for row in self._rows], np.intp),
-            distances=np.array([row.distance for row in self._rows], np.int64).view(np.uint64),
+            offsets=np.array([row.offset for row in self._rows], np.int64).view(np.uint64),
             views=[(at, row.view) for at, row in enumerate(self._rows) if row.view is not None],
         )
 
@@ -434,14 +434,14 @@ def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
     base = tensor._base
     if base is None or id(base) not in numbers or base.dtype != tensor.dtype:
         raise UnprovableError(f"the tensor {key!r} is made anew in every save")
-    distance = int(tensor.storage_offset()) - int(base.storage_offset())
-    view = (tuple(tensor.shape), tensor.stride(), distance)
-    return Row(numbers[id(base)], view, distance * tensor.element_size())
+    offset = int(tensor.storage_offset()) - int(base.storage_offset())
+    view = (tuple(tensor.shape), tensor.stride(), offset)
+    return Row(numbers[id(base)], view, offset * tensor.element_size())
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    shape, strides, distance = view
-    return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
+    shape, strides, offset = view
+    return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def _copied(columns: Tensors, tensors: list[torch.Tensor], described: Described | None = None) -> Tensors:

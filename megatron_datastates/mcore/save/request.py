@@ -1,7 +1,7 @@
 """Saves as requests in Megatron's queue of asynchronous calls, polled without a worker process.
 
-The queue asks our caller whether a call is done. The caller publishes before it answers yes, because the
-queue removes a request before it runs the finalize functions (metadata.json, the tracker file).
+The queue asks our caller whether a call is done. The caller publishes before it says so, because the queue
+removes a request before it runs the finalize functions (metadata.json, the tracker file).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def raise_if_failed(publication: Publication) -> None:
 
 
 def warn_of_failure(publication: Publication) -> None:
-    """Logs why a save has failed that training goes on after."""
+    """Logs why a save has failed, after which training continues."""
     logger.warning("%s Training continues (--datastates-on-failure warn).", publication.error)
 
 
@@ -106,8 +106,8 @@ class DataStatesCaller:
     """The queue's interface to a save, in place of a worker process.
 
     Args:
-        queue: asks for its first save only. If that one's storage hangs, it is asked for ever, and this also
-            reports later saves that have failed.
+        queue: polls its first save only. If the storage of that one hangs, no other is ever polled, so this
+            also reports later saves that have failed.
     """
 
     def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]], queue: Any = None) -> None:

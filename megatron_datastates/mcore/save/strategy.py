@@ -296,8 +296,8 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
             original(self, sharded_state_dict)
             return
         with (
-            replaced(fully_parallel, _DETERMINE, _determining_what_fits()),
-            replaced(fully_parallel, _DISTRIBUTE, _distributing_what_is_known()),
+            replaced(fully_parallel, _DETERMINE, _wrapped_determine()),
+            replaced(fully_parallel, _DISTRIBUTE, _wrapped_distribute()),
         ):
             original(self, sharded_state_dict)
         if self.do_cache_distribution:
@@ -306,12 +306,12 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
     return apply_saving_parallelization
 
 
-def _determining_what_fits() -> Callable[..., Any]:
-    """Returns Megatron's function that determines a distribution, which uses a stored one only if it fits.
+def _wrapped_determine() -> Callable[..., Any]:
+    """Wraps Megatron's function that determines a distribution: a stored one is used only if it fits.
 
-    A load may have made the stored one. Of some state it asks on all ranks, and a save has it on one: with
-    --distrib-optim-fully-reshardable-mem-efficient, all of the optimizer's. What another rank is to store
-    would be stored by none.
+    A load may have made the stored one. It requests on all ranks some state that a save has on one rank only:
+    all of the optimizer's with --distrib-optim-fully-reshardable-mem-efficient. What such a distribution
+    assigns to another rank would not be stored at all.
     """
     original = getattr(fully_parallel, _DETERMINE)
 
@@ -333,12 +333,12 @@ def _tensors_in(sharded_state_dict: Any) -> list[ShardedTensor]:
     return [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
 
 
-def _distributing_what_is_known() -> Callable[..., None]:
-    """Returns Megatron's function that distributes tensors, which leaves alone those that are not known.
+def _wrapped_distribute() -> Callable[..., None]:
+    """Wraps Megatron's function that distributes tensors: those that a distribution lacks are left alone.
 
-    A cached distribution does not know which tensors a rank has only since it was made, such as the states of
-    an optimizer whose first steps were skipped, or that a load did not ask for: Megatron would let no rank
-    store them. The rank that has the main replica does.
+    A cached distribution lacks tensors that came later, such as the states of an optimizer whose first steps
+    were skipped, and those that a load did not request. Megatron would have no rank store them; so the rank
+    with the main replica does.
     """
     original = getattr(fully_parallel, _DISTRIBUTE)
 
@@ -354,7 +354,7 @@ def _distributing_what_is_known() -> Callable[..., None]:
 def _not_distributed(
     sharded_state_dict: Any, group: Any, distribution: Any
 ) -> list[tuple[ShardedTensor, Any]]:
-    """Returns the tensors, with replica ids, that a distribution does not know to be on this rank."""
+    """Returns this rank's tensors that a distribution lacks, with their replica ids."""
     if distribution is None:  # the group has one rank
         return []
     rank, ranks = torch.distributed.get_rank(group), distribution.all_ranks_for_shard

@@ -29,7 +29,7 @@ from megatron_datastates.providers.tensors import is_frozen
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _CALLERS = ("megatron.core.", "megatron.training.", "torch.", "megatron_datastates.")  # that move no tensor
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
-MAKER = "get_extra_state"  # asked in every save, unless it is known to return None
+MAKER = "get_extra_state"  # called in every save, unless it is known to return None
 _OF_OPTIMIZERS = ("sharded_state_dict", "state_dict")
 _BUCKETING = (
     *_OF_OPTIMIZERS,
@@ -95,8 +95,8 @@ class Survey:
         tensors = self._choose_tensors()
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        # All that it decides is whether a tensor goes to the file of stable ones: asked of frozen parameters
-        # alone, as those that are trained are thousands. One frozen later joins them at the next full save.
+        # It decides only whether a tensor goes to the file of stable ones, and is checked of the few frozen
+        # parameters alone. One frozen later joins them at the next full save.
         self._pick_frozen = items_at([at for at, one in enumerate(tensors) if is_frozen(one)])
         described = describe(tensors)
         self._facts = described.facts if described is not None else _slow_facts(tensors)
@@ -193,7 +193,7 @@ class Survey:
 
 
 def require_known_maker() -> None:
-    """Looks who makes the state dict: Megatron, and nobody who changes what it has made.
+    """Checks that Megatron makes the state dict, and that no other code changes it.
 
     Raises:
         UnprovableError: a program has wrapped or replaced Megatron's function.
@@ -359,8 +359,7 @@ def _stranger_in(function: Any) -> str | None:
     return None
 
 
-# Of functions of classes, asked once: whoever replaces one puts another one there. Not of hooks, which may
-# hold modules.
+# Cached for methods of classes: a replaced one is another function. Not for hooks, which may hold modules.
 _stranger_in_method = functools.cache(_stranger_in)
 
 

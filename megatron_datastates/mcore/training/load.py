@@ -58,7 +58,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         purpose = parameters.of_call(args, kwargs).get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _has_resumed(purpose)}
         _expect_loader(purpose)
-        _bring_home(purpose)
+        _recover_newest(purpose)
         _require_chosen(purpose)
         with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
             try:
@@ -151,7 +151,7 @@ def _manifest_of(load: state.Load) -> Manifest | None:
     return None if found is None else found[1].manifest
 
 
-def _bring_home(purpose: str) -> None:
+def _recover_newest(purpose: str) -> None:
     """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
 
     Collective. For a load of a chosen iteration (--ckpt-step), that one, if it is not there.
@@ -169,9 +169,9 @@ def _bring_home(purpose: str) -> None:
     options = _options()
     # The environment of a node may lack the option, and all ranks have to take part.
     if Collectives().start_sum([int(bool(options.near))]).result()[0]:
-        from megatron_datastates.pipeline.near.recovery import bring_home
+        from megatron_datastates.pipeline.near.recovery import recover_newest
 
-        bring_home(path_of(args.load), options, logger.warning, wanted=_wanted(args))
+        recover_newest(path_of(args.load), options, logger.warning, wanted=_wanted(args))
 
 
 def _wanted(args: Any) -> int | None:

@@ -17,20 +17,14 @@ from megatron_datastates.mcore.hooks.calls import SAVES, Parameters
 from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     adopt,
-    check_fsdp,
-    check_near_options,
-    check_object_stores,
     is_converting,
     options_of,
-    settle,
+    set_dependent_arguments,
     structure_as_given,
     uses_fsdp,
     validate_without_worker,
-    warn_of_checkpoint_as_run,
-    warn_of_deadline,
-    warn_of_report_file,
-    warn_of_shared_queue,
 )
+from megatron_datastates.mcore.training.checks import check_arguments
 from megatron_datastates.pipeline.saving.held import trainer_held
 
 if TYPE_CHECKING:
@@ -218,17 +212,10 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         if not adopt(args) or is_converting(args):
             return original(args, *rest, **kwargs)
         result = validate_without_worker(original, args, *rest, **kwargs)
-        check_object_stores(args)
-        settle(args)
-        check_fsdp(args)
-        options = options_of(args)
-        warn_of_checkpoint_as_run(args)
-        warn_of_deadline(args, options)
-        warn_of_report_file(args, options)
-        warn_of_shared_queue(args)
+        options = check_arguments(args)
+        set_dependent_arguments(args)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save
         if getattr(args, "save", None):
-            check_near_options(args, options)
             enable_saving(options)
         return result
 
@@ -356,7 +343,7 @@ def _saves_are_ours(args: Any) -> bool:
     if not adopt(args) or is_converting(args):
         return False
     if _options is None:
-        settle(args)
+        set_dependent_arguments(args)
         enable_saving(options_of(args))
     return True
 

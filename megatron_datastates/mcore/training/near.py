@@ -280,9 +280,12 @@ def _track(
             before,
         )
         return
-    if retain_interval is None or not before or before == iteration or before % retain_interval == 0:
-        return
-    directory = run / iteration_name(before)
+    if retain_interval is not None and before and before != iteration and before % retain_interval:
+        _delete(run / iteration_name(before), save_id)
+
+
+def _delete(directory: Path, save_id: SaveId) -> None:
+    """Deletes a checkpoint that the tracker named until this save was published."""
     if directory.is_symlink() or not is_complete(directory):
         return
     if any(one.run_id == save_id.run_id and one.ordinal > save_id.ordinal for one in save_ids_in(directory)):

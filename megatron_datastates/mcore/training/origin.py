@@ -36,7 +36,7 @@ def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> 
 
 
 def origin(*, in_loop: bool) -> Origin | None:
-    """Returns what the checkpoints of this job go on from; None if that is not known.
+    """Returns what this job has resumed from; None if that is not known.
 
     Args:
         in_loop: Megatron's own loop is running, which has loaded whatever it was to load.

@@ -30,7 +30,6 @@ _GROUP_BYTES = 32 << 20  # read at a time
 _ALIGNMENT = 16  # bytes, of the largest dtype
 _COMPARED = 1 << 18  # elements at a time: numpy makes both of one kind
 _ONLY_POWERS = "float8_e8m0fnu"  # torch makes other numbers of those that it does not have
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Piece(NamedTuple):
@@ -132,7 +131,7 @@ def sharing(targets: Sequence[torch.Tensor]) -> list[int]:
 
 def _memory_range(target: torch.Tensor) -> tuple[int, int]:
     """Returns where a contiguous tensor begins and ends, as addresses; zeros for any other."""
-    is_known = type(target) in _PLAIN and target.device.type in ("cpu", "cuda") and target.is_contiguous()
+    is_known = is_plain(target) and target.device.type in ("cpu", "cuda") and target.is_contiguous()
     return (target.data_ptr(), target.data_ptr() + target.nbytes) if is_known else (0, 0)
 
 
@@ -177,7 +176,7 @@ def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> Iterator[_Piece]:
     dtype, cached = torch_dtype(checkpoint.index.tensor(key).dtype, key), _is_read_beside(place)
-    if type(target) not in _PLAIN:  # a part of a quantized tensor is a copy of it
+    if not is_plain(target):  # a part of a quantized tensor is a copy of it
         yield _Piece(key, tuple(place.offset), target, dtype, cached)
         return
     for start, shape in cut_box((0,) * len(place.shape), place.shape, _PIECE_BYTES // dtype.itemsize):
@@ -202,25 +201,30 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
             f"{tuple(place.shape)}: pass a target of that shape"
         )
     require_memory(key, target)
-    is_plain = type(target) in _PLAIN
-    if not is_plain and hasattr(target, "to_local"):
+    plain = is_plain(target)
+    if not plain and hasattr(target, "to_local"):
         raise MismatchError(
             f"tensor {key!r}: the target is a {type(target).__qualname__}, which is filled only by "
             "torch.distributed.checkpoint with a reader of megatron_datastates.dcp: use that, or pass a "
             "ds.Shard of its local tensor"
         )
-    if is_plain and not target.is_contiguous() and _shares_memory(target):
+    if plain and not target.is_contiguous() and _shares_memory(target):
         raise MismatchError(
             f"tensor {key!r}: elements of the target share memory: pass one that was not expanded"
         )
     return (
         checkpoint.is_same_dtype(key, torch_dtype(entry.dtype, key), target.dtype)
-        and is_plain
+        and plain
         and target.is_contiguous()
         and not target.is_neg()
         and not target.is_conj()
         and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a torch.Tensor or a Parameter, and of no other subclass."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def require_memory(key: str, target: torch.Tensor) -> None:
@@ -233,7 +237,7 @@ def require_memory(key: str, target: torch.Tensor) -> None:
         raise MismatchError(
             f"tensor {key!r}: the target is {kind}, and has no memory to fill: pass one that has"
         )
-    if type(target) not in _PLAIN or target.device.type not in ("cpu", "cuda"):
+    if not is_plain(target) or target.device.type not in ("cpu", "cuda"):
         return
     end = target.storage_offset() + footprint_elements(target.shape, target.stride())
     found = target.untyped_storage().nbytes()
@@ -268,7 +272,7 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
     try:
         if stored.dtype != target.dtype and dtype_name(target.dtype) == _ONLY_POWERS:
             raise NotImplementedError
-        if type(target) in _PLAIN and _must_be_exact(stored.dtype, target.dtype):
+        if is_plain(target) and _must_be_exact(stored.dtype, target.dtype):
             found = stored.to(target.dtype)
             value = _first_lost(stored.reshape(-1), found.reshape(-1))
             if value is not None:

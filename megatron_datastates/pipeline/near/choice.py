@@ -13,6 +13,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.holdings import Held, Node
 from megatron_datastates.pipeline.runs.branches import Point
 from megatron_datastates.pipeline.runs.history import History
+from megatron_datastates.pipeline.runs.jobs import Job
 
 
 class Choice:
@@ -30,7 +31,7 @@ class Choice:
         """Returns names and save ids of checkpoints, newest iteration first; then the latest branch first."""
 
         def order(held: Held) -> tuple[int, bool, int, int]:
-            is_last = self._history.passed_by(_point(held)) is None
+            is_last = self._history.abandoned_by(_point(held)) is None
             return (_point(held).iteration, is_last, held.save_id.ordinal, held.save_id.run_id)
 
         found = sorted(self._held.values(), key=order)
@@ -46,13 +47,13 @@ class Choice:
         if self._wanted is not None:
             return None
         is_newer = point.iteration > (self._far.tracked or 0)
-        # A later job that has also passed by the tracked checkpoint is no reason to prefer that one.
-        is_same = tracked is not None and point.follows(tracked)
-        leave_both = self._history.passing(tracked, surely=True) if tracked is not None and is_same else []
-        later = next((job for job in self._history.passing(point) if job not in leave_both), None)
+        left_both: Sequence[Job] = ()  # a job that has abandoned both is no reason to prefer the tracked one
+        if tracked is not None and point.follows(tracked):
+            left_both = self._history.jobs_that_abandoned(tracked, surely=True)
+        later = next((job for job in self._history.jobs_that_abandoned(point) if job not in left_both), None)
         if later is not None:
             return f"a later job continued from iteration {later.origin} without it" if is_newer else ""
-        is_unknown = tracked is None or (point.ancestors is None and tracked.ancestors is None)
+        is_unknown = tracked is not None and point.ancestors is None and tracked.ancestors is None
         if is_newer and (tracked is None or is_unknown or point.follows(tracked)):
             back = next((one for one in self._far.set_back if one == point or point.follows(one)), None)
             if back is not None:
@@ -83,7 +84,7 @@ class Choice:
         point = self._far.point if brought is None else _point(self._held[brought])
         if point is None or point.save_id is None or self._wanted is not None:
             return ""
-        later = self._history.passed_by(point, surely=True)
+        later = self._history.abandoned_by(point, surely=True)
         if later is None:
             return ""
         advice = f": --ckpt-step {later.origin} begins there again" if later.origin else ""

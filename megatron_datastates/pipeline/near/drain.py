@@ -215,8 +215,8 @@ class Drain:
 
     def _stalled_seconds(self) -> float:
         with self._lock:
-            is_far = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
-        return _STALLED_SECONDS_OBJECTS if is_far else _STALLED_SECONDS
+            in_store = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
+        return _STALLED_SECONDS_OBJECTS if in_store else _STALLED_SECONDS
 
     # -- the thread -------------------------------------------------------------------------------------
 
@@ -248,8 +248,8 @@ class Drain:
         """Returns how long to wait for what other nodes do; None if there is nothing to wait for."""
         if not self._to_publish and not self._closing:
             return None if self._is_done() else _ROOM_SECONDS
-        is_far = bool(self._to_publish) and is_object(self._to_publish[0].far)
-        return _LOOK_SECONDS_OBJECTS if is_far else _LOOK_SECONDS
+        in_store = bool(self._to_publish) and is_object(self._to_publish[0].far)
+        return _LOOK_SECONDS_OBJECTS if in_store else _LOOK_SECONDS
 
     def _copy_or_pause(self, save: NearSave) -> None:
         is_ending = self._closing  # an attempt that began before may have met what is over by now
@@ -300,9 +300,7 @@ class Drain:
                     file = waiting.popleft()
                     try:
                         self._copy_file(save, file)
-                    except (
-                        BaseException
-                    ) as error:  # clients in Rust panic with something that is no Exception
+                    except BaseException as error:  # a panic of a client in Rust is no Exception
                         errors.append(error)
 
         copies = _UPLOADS if is_object(save.far) else _COPIES
@@ -363,7 +361,7 @@ class Drain:
                 continue
             with self._lock:
                 for older in self._to_publish[: self._to_publish.index(save)]:
-                    older.passed_by = save.name
+                    older.overtaken_by = save.name
                 self._to_publish.remove(save)
                 self._may_evict = True
             if not save.is_superseded:
@@ -388,21 +386,21 @@ class Drain:
             save.seen, self._progress = (len(missing), there), time.monotonic()
         if missing:
             save.attempts = 0
-            self._give_up_if_passed(save)
+            self._abandon_if_overtaken(save)
         return not missing
 
-    def _give_up_if_passed(self, save: NearSave) -> None:
-        """Gives up a save that lacks files, if a newer one was complete.
+    def _abandon_if_overtaken(self, save: NearSave) -> None:
+        """Abandons a save that lacks files, if a newer one was complete.
 
         Each node copies its saves in order: what this one lacks never comes.
         """
-        if not save.passed_by:
+        if not save.overtaken_by:
             return
         logger.warning(
             "%s is not published in %s: files are missing there, and %s is complete",
             save.name,
             save.far,
-            save.passed_by,
+            save.overtaken_by,
         )
         with self._lock:
             self._to_publish.remove(save)

@@ -51,7 +51,7 @@ class JobNotes:
         Args:
             run: the directory of the run.
             folders: that get the note: this directory, and the run's folders in near tiers.
-            origin: iteration that the job went on from.
+            origin: iteration that the job resumed from.
             resumed: the save there, if it is known.
         """
         with self._lock:

@@ -36,7 +36,7 @@ class NearSave:
     attempts: int = 0  # to copy it, then to publish it
     tracker_attempts: int = 0  # to make the tracker name it
     failed_at: float = 0.0  # the last attempt to publish it; by time.monotonic
-    passed_by: str = ""  # name of a newer save that was published before it
+    overtaken_by: str = ""  # name of a newer save that was published before it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
     found: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
     copied_bytes: int = 0

@@ -82,7 +82,7 @@ class _Plan:
     failure: str = ""  # what went wrong, though nothing may be lost
 
 
-def bring_home(
+def recover_newest(
     run: Path, options: Options, notify: Callable[[str], None] = logger.info, *, wanted: int | None = None
 ) -> int | None:
     """Publishes in `run` the newest complete checkpoint of the near tiers, if it is newer than what is there.

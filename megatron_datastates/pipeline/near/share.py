@@ -107,7 +107,7 @@ class NearShare:
         self.storing = Storing()
         self.copied: Copied | None = None
         self._offer = b""  # on rank 0
-        self._asked: PollableResult[bytes] | None = None
+        self._pending: PollableResult[bytes] | None = None
         self._has_arrived = False
 
     # -- rank 0 -----------------------------------------------------------------------------------------
@@ -143,17 +143,17 @@ class NearShare:
         return self.copied is not None and bool(self.copied.error)
 
     @property
-    def is_asked(self) -> bool:
+    def is_sent(self) -> bool:
         """Returns whether the ranks have begun to send; the same on all of them."""
-        return self._asked is not None
+        return self._pending is not None
 
-    def ask(self, collectives: Collectives, size: int) -> None:
+    def send(self, collectives: Collectives, size: int) -> None:
         """Sends what rank 0 offers to all ranks. Collective."""
-        self._asked = collectives.send_from_first(self._offer, size)
+        self._pending = collectives.send_from_first(self._offer, size)
 
     def has_arrived(self) -> bool:
         """Returns True once: when what rank 0 has sent is here. On the trainer's thread."""
-        if self._has_arrived or self._asked is None or not self._asked.is_over():
+        if self._has_arrived or self._pending is None or not self._pending.is_over():
             return False
         self._has_arrived = True
         return True
@@ -168,8 +168,8 @@ class NearShare:
             OSError: a file could not be written.
             DataStatesError: data files of this node are gone.
         """
-        assert self._asked is not None
-        offer = _OFFER.decode(self._asked.result())
+        assert self._pending is not None
+        offer = _OFFER.decode(self._pending.result())
         manifest = Manifest.decode(offer.manifest, MANIFEST_NAME, is_own=True)
         if self.stores:
             with self.storing.lock:

@@ -241,7 +241,7 @@ class NearTier:
         run, near = context.directory.parent, self._run_folder(context.directory)
         is_usable = "$" not in os.fspath(self.root)  # see `_choose`
         folders = [*([run] if is_first else []), *([near] if stores and is_usable else [])]
-        # Without an origin, all that is older may be what it went on from.
+        # Without an origin, all that is older may be what it resumed from.
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)
         resumed = origin.resumed if origin is not None else None
         self.drain.note_job(run, folders, context.save_id, begun, resumed)

@@ -1,8 +1,8 @@
 """The collective calls of saves and loads, all on the trainer's thread and on the world's own backend.
 
-No process group is made: one over the whole world costs sockets on every rank. Sums and records are asked for
+No process group is made: one over the whole world costs sockets on every rank. Sums and records are requested
 at one poll and read at the next, so that a poll waits only for ranks that are a whole poll late, and for the
-device only until it reaches the place of the poll before.
+device only until it reaches the place of the previous poll.
 
 On a device, everything is enqueued on the trainer's current stream: collectives of ours between two of
 Megatron's keep the one order that all ranks share. On a stream of our own they could overtake Megatron's on
@@ -38,8 +38,8 @@ class PendingResult(Protocol[T_co]):
 class PollableResult(PendingResult[T_co], Protocol[T_co]):
     """One that another thread may read, once.
 
-    The trainer's thread looks whether it is over, and then reading it asks nothing of the device: torch
-    captures CUDA graphs in global mode, in which another thread that asks for an event breaks the capture.
+    The trainer's thread looks whether it is over, and then reading it makes no call of the device: torch
+    captures CUDA graphs in global mode, in which another thread that queries an event breaks the capture.
     """
 
     def is_over(self) -> bool:
@@ -82,7 +82,7 @@ class Collectives:
         return None if device.type == "cpu" else CudaTransport(device)
 
     def start_sum(self, values: Sequence[int]) -> PendingResult[list[int]]:
-        """Asks for the sums of small whole numbers over all ranks."""
+        """Starts to sum small whole numbers over all ranks."""
         if not self.distributed:
             return _Known(list(values))
         self._count("sum")
@@ -90,7 +90,7 @@ class Collectives:
         return self._start(own, 0, own.numel(), lambda sums: sums.tolist())
 
     def start_gather(self, record: bytes) -> PendingResult[bytes]:
-        """Asks for the records of all ranks, joined in the order of ranks; all have the same length.
+        """Starts to gather the records of all ranks, in the order of ranks; all have the same length.
 
         A sum, too, of numbers in different places: NCCL sums along trees, and gathers around a ring. By
         arithmetic (nobody has measured it), a ring of 16,384 ranks would keep the trainer's stream for tens
@@ -152,7 +152,7 @@ class Collectives:
         return [pickle.loads(zlib.decompress(each)) for each in shared]
 
     def gather_to_first(self, data: bytes, sizes: npt.NDArray[np.int64]) -> PollableResult[list[bytes]]:
-        """Asks for every rank's bytes on rank 0, of the lengths that all ranks know; for nothing elsewhere.
+        """Starts to gather every rank's bytes, of lengths that all ranks know, on rank 0; others get nothing.
 
         By sums, as `start_gather`: for torch's gather, NCCL opens a connection from rank 0 to every other
         rank, with buffers for each.
@@ -190,7 +190,7 @@ class Collectives:
         return _Rounds(rounds, sizes if reads else sizes[:0], done)
 
     def send_from_first(self, data: bytes, size: int) -> PollableResult[bytes]:
-        """Asks for rank 0's bytes, `size` of them, on all ranks; `data` counts on rank 0 only.
+        """Starts to send rank 0's `data`, of `size` bytes, to all ranks; only rank 0 passes it.
 
         In rounds of _ROUND_BYTES, as what is joined.
         """
@@ -363,8 +363,8 @@ class _Memory:
 class _OnDevice(Generic[T]):
     """Goes there and back through page-locked memory and an event, so that the device is never synchronized.
 
-    Nothing else may have `memory` while the device is at it: it joins `idle` once the event is over. What
-    nobody reads drops it.
+    Nothing else may use `memory` while the device does: it joins `idle` once the event is over, or is freed
+    if the result is never read.
     """
 
     def __init__(self, memory: _Memory, decode: Callable[[], T], idle: list[_Memory]) -> None:
@@ -372,7 +372,7 @@ class _OnDevice(Generic[T]):
         self._found: list[T] = []
 
     def result(self) -> T:
-        if not self._found:  # memory is given back once, however often this is asked
+        if not self._found:  # memory is returned once, however often this is called
             self._memory.done.synchronize()
             self._found.append(self._decode())
             self._idle.append(self._memory)

@@ -28,13 +28,13 @@ PATIENCE_SECONDS = 10.0  # how long indexes are awaited once the save is abandon
 class IndexExchange:
     """The indexes and lists of providers that one save sends to rank 0, which keeps those it has had.
 
-    The trainer's thread asks and looks, because no other thread may touch collective calls (PollableResult);
-    rank 0's publishing thread waits and stores.
+    The trainer's thread requests and looks, because no other thread may touch collective calls
+    (PollableResult); rank 0's publishing thread waits and stores.
     """
 
     def __init__(self, save: RankSave, layouts: LayoutStore) -> None:
         self._save, self._layouts = save, layouts
-        self._asked: PollableResult[list[bytes]] | None = None
+        self._pending: PollableResult[list[bytes]] | None = None
         self._arrived = Flag()
 
     # -- what this rank has -----------------------------------------------------------------------------
@@ -75,23 +75,23 @@ class IndexExchange:
                 a layout known since.
         """
         own = self._parts(sizes[collectives.rank].tolist())
-        self._asked = collectives.gather_to_first(own, sizes.sum(axis=1))
+        self._pending = collectives.gather_to_first(own, sizes.sum(axis=1))
         self.look()
 
     def look(self) -> None:
         """Notices that everything has arrived."""
-        if self._asked is not None and self._asked.is_over():
+        if self._pending is not None and self._pending.is_over():
             self._arrived.set()
 
     @property
     def is_awaited(self) -> bool:
-        """Whether something was asked for that has not been seen to arrive."""
-        return self._asked is not None and not self._arrived.is_set()
+        """Whether something was requested and has not been seen to arrive."""
+        return self._pending is not None and not self._arrived.is_set()
 
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def store(self, records: Records, is_over: Callable[[], bool]) -> None:
-        """Waits for what was asked for, and stores it.
+        """Waits for what was requested, and stores it.
 
         Args:
             is_over: whether nobody polls this save any more: then waits PATIENCE_SECONDS at most.
@@ -99,20 +99,20 @@ class IndexExchange:
         Raises:
             DataStatesError: it did not arrive in that time.
         """
-        if self._asked is None:
+        if self._pending is None:
             return
         patience = PATIENCE_SECONDS
         while not self._arrived.wait(LOOK_SECONDS):
             if not is_over():
                 continue  # the trainer's polls look for it
-            if self._asked.is_over():
+            if self._pending.is_over():
                 break
             patience -= LOOK_SECONDS
             if patience <= 0.0:
                 raise DataStatesError(
                     f"the ranks' indexes did not arrive within {PATIENCE_SECONDS:g} s of the end of the save"
                 )
-        sizes, sent = records.sent_bytes(), self._asked.result()
+        sizes, sent = records.sent_bytes(), self._pending.result()
         for rank in np.flatnonzero(sizes.any(axis=1)).tolist():
             record, data, (first, second, listed) = records[rank], sent[rank], sizes[rank].tolist()
             if first:

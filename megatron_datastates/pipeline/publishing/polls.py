@@ -76,14 +76,14 @@ class Polled(Protocol):
         ...
 
     def interrupt(self, error: BaseException) -> None:
-        """Gives the save up on this rank: a poll of it was interrupted, so what it has done is not known."""
+        """Abandons the save on this rank: a poll of it was interrupted, so what it has done is not known."""
         ...
 
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol.
 
         Args:
-            sums: of all ranks' flags, as the previous poll asked for them; None if it did not.
+            sums: of all ranks' flags, from the previous poll; None if it requested none.
             is_first: no earlier save is unfinished.
             may_publish: every earlier save is being published, or over.
 
@@ -100,8 +100,8 @@ class Polls:
         self.collectives = collectives
         self._turn = turn or Turn()
         self._saves: list[Polled] = []
-        self._asked: PendingResult[list[int]] | None = None
-        self._asked_for: list[Polled] = []
+        self._pending_sum: PendingResult[list[int]] | None = None
+        self._in_sum: list[Polled] = []
 
     @property
     def saves(self) -> Sequence[Polled]:
@@ -116,16 +116,16 @@ class Polls:
         """Forgets a save until it is polled itself. Collective, if others are polled later."""
         self._saves = [other for other in self._saves if other is not save]
         if not self._saves:
-            self._asked, self._asked_for = None, []
+            self._pending_sum, self._in_sum = None, []
 
-    def poll(self, asked: Polled, *, waits: bool = False) -> list[Polled]:
+    def poll(self, polled: Polled, *, waits: bool = False) -> list[Polled]:
         """Advances every save by one step; returns those that are over now. Collective.
 
         Waits only for ranks that are a whole poll late, and for the previous poll's call on the device.
 
         Args:
-            asked: the save that a program asks for.
-            waits: it polls until that is over, and would do so for ever if polls took no step.
+            polled: the save that the program polls.
+            waits: the program polls until that save is over: for ever, if polls took no step.
 
         Raises:
             DataStatesError: another start or poll is further up the stack, and would have to go on first.
@@ -140,31 +140,31 @@ class Polls:
             turn.require_free()
             turn.owner = threading.get_ident()
             try:
-                return self._poll(asked)
+                return self._poll(polled)
             except BaseException as error:  # an interrupt, or a peer that is gone
-                saves, self._saves, self._asked, self._asked_for = self._saves, [], None, []
+                saves, self._saves, self._pending_sum, self._in_sum = self._saves, [], None, []
                 for save in saves:
                     save.interrupt(error)
                 raise
             finally:
                 turn.owner = None
 
-    def _poll(self, asked: Polled) -> list[Polled]:
-        if not any(save is asked for save in self._saves):
-            self._saves.append(asked)
+    def _poll(self, polled: Polled) -> list[Polled]:
+        if not any(save is polled for save in self._saves):
+            self._saves.append(polled)
         for save in self._saves:
             save.postponement.charge()
-        sums = iter(self._asked.result() if self._asked is not None else [])
-        found = {id(save): Flags._make(islice(sums, len(Flags._fields))) for save in self._asked_for}
+        sums = iter(self._pending_sum.result() if self._pending_sum is not None else [])
+        found = {id(save): Flags._make(islice(sums, len(Flags._fields))) for save in self._in_sum}
         is_first = may_publish = True
         for save in self._saves:
             may_publish &= save.step(found.get(id(save)), is_first=is_first, may_publish=may_publish)
             is_first &= save.is_over
         over = [save for save in self._saves if save.is_over]
         self._saves = [save for save in self._saves if not save.is_over]
-        self._asked_for = [save for save in self._saves if save.sums_flags]
-        flags = [flag for save in self._asked_for for flag in save.flags()]
-        self._asked = self.collectives.start_sum(flags) if flags else None
+        self._in_sum = [save for save in self._saves if save.sums_flags]
+        flags = [flag for save in self._in_sum for flag in save.flags()]
+        self._pending_sum = self.collectives.start_sum(flags) if flags else None
         for save in self._saves:  # last, as it takes cores
             save.postponement.end_at_poll(is_awaited=save.is_awaited)
         return over

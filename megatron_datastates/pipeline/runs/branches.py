@@ -1,4 +1,4 @@
-"""Branches of a run: what a job resumed from, and which of two checkpoints another one has passed by.
+"""Branches of a run: what a job resumed from, and which of two checkpoints follows the other.
 
 A job that resumes from an older iteration than the newest one begins a branch. Each manifest names what its
 job resumed from, and the jobs before it (its ancestors), so a checkpoint is known to follow another one
@@ -57,14 +57,14 @@ class Point:
 
     @property
     def origin(self) -> int:
-        """Iteration that its job went on from; the one before it, if that is not known."""
+        """Iteration that its job resumed from; the one before it, if that is not known."""
         if self.ancestors is None:
             return max(self.iteration - 1, 0)
         return self.ancestors[-1].iteration if self.ancestors else 0
 
     @property
     def resumed(self) -> SaveId | None:
-        """Save that its job went on from; None if that is not known, or was in another format."""
+        """Save that its job resumed from; None if that is not known, or was in another format."""
         return SaveId.parse(self.ancestors[-1].save_id) if self.ancestors else None
 
     @property
@@ -83,7 +83,7 @@ class Point:
         return reached is not None and reached >= other.save_id.ordinal
 
     def reached(self, run_id: int) -> int | None:
-        """Returns the ordinal of the save of another job that this one's went on from; None if of none."""
+        """Returns the ordinal of the save of another job that is an ancestor of this one; None if none is."""
         for ancestor in self.ancestors or ():
             save_id = SaveId.parse(ancestor.save_id)
             if save_id is not None and save_id.run_id == run_id:
@@ -121,12 +121,12 @@ def known_point(directory: Path, iteration: int) -> Point | None:
 
 
 def origin_in(directory: Path, iteration: int) -> Origin:
-    """Returns what a job goes on from that has loaded the checkpoint in a directory."""
+    """Returns the origin of a job that has loaded the checkpoint in a directory."""
     return origin_from(known_point(directory, iteration), iteration)
 
 
 def origin_from(point: Point | None, iteration: int) -> Origin:
-    """Returns what a job goes on from that has loaded the checkpoint at a point; None: that is not known."""
+    """Returns the origin of a job that has loaded the checkpoint at a point; None if that is not known."""
     if point is None:
         return Origin(iteration, None)
     name = "" if point.save_id is None else str(point.save_id)

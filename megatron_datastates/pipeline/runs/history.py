@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints later jobs have passed by: from what manifests and lists of jobs say."""
+"""Which of a run's checkpoints later jobs have abandoned, according to manifests and lists of jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READ_AT_A_TIME = 16  # manifests
 
 
 class _Chain(NamedTuple):
-    """What a job went on from, as far as that is known."""
+    """What a job resumed from, as far as that is known."""
 
     reached: dict[int, int]  # by run id of each job before it: the ordinal of the save that was resumed from
     is_whole: bool  # no other job came before it
@@ -48,11 +48,11 @@ class History:
             if known is None or (known.resumed is None and job.resumed is not None):
                 self._jobs[job.run_id] = job
 
-    def passed_by(self, point: Point, *, surely: bool = False) -> Job | None:
-        """Returns the first of `passing`; None if there is none."""
-        return next(iter(self.passing(point, surely=surely)), None)
+    def abandoned_by(self, point: Point, *, surely: bool = False) -> Job | None:
+        """Returns the first of the jobs that abandoned a checkpoint; None if there is none."""
+        return next(iter(self.jobs_that_abandoned(point, surely=surely)), None)
 
-    def passing(self, point: Point, *, surely: bool = False) -> list[Job]:
+    def jobs_that_abandoned(self, point: Point, *, surely: bool = False) -> list[Job]:
         """Returns later jobs that went on without a checkpoint of an earlier job.
 
         Args:
@@ -64,7 +64,7 @@ class History:
         left, kept = [], []
         run_id = point.save_id.run_id
         for job in self._later_jobs(run_id, surely):
-            # It went on from that job, unless both have saved since then.
+            # It resumed from that job, unless both have saved since then.
             is_before = point.reached(job.run_id) is not None and not self._listed_later(job.run_id, run_id)
             has = True if is_before else self._has(job, point, point.save_id)
             if has:
@@ -94,7 +94,7 @@ class History:
         return None
 
     def _has(self, job: Job, point: Point, save_id: SaveId) -> bool | None:
-        """Returns whether what a job went on from is a checkpoint, or follows it; None: it is not known."""
+        """Returns whether what a job resumed from is a checkpoint, or follows it; None: it is not known."""
         chain = self._chain(job.run_id)
         ordinal = chain.reached.get(save_id.run_id)
         if ordinal is not None:
@@ -150,7 +150,7 @@ def by_branch(
     """Returns iterations, newest first; those of branches that were left come after all others.
 
     So do those whose optimizer's state was removed: no job resumes from them.
-    Reads that of the tracked checkpoint first. If it names all that its job and those before it went on from,
+    Reads that of the tracked checkpoint first. If it names all that its job and those before it resumed from,
     a few others suffice, read at a time until enough are found: they are large where a run has many ranks.
     Otherwise all are read. What neither these nor the run's list of jobs says is not known.
 
@@ -203,7 +203,7 @@ def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
         return False
     if last is not None and last.knows_its_ancestors:
         return not last.follows(point)
-    return history.passed_by(point, surely=True) is not None
+    return history.abandoned_by(point, surely=True) is not None
 
 
 def _place(run_id: int, jobs: Sequence[Job]) -> int | None:

@@ -1,12 +1,12 @@
 """Which jobs have saved a run, in their order: of two branches, the later one is resumed from.
 
-A run that is rolled back (--ckpt-step) passes by what near tiers hold of later iterations. A node that was
-away meanwhile still has its part, and brings it back. Manifests say which checkpoint follows which
+A run that is rolled back (--ckpt-step) abandons what near tiers hold of later iterations. A node that was
+absent meanwhile still has its part, and brings it back. Manifests say which checkpoint follows which
 (pipeline/runs/branches.py). Where neither of two follows the other, this list says whose job came later:
 
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
     `datastates-jobs <lines> <crc32 of the lines>`, then a line for each job, `RUN_ID ITERATION [SAVE_ID]`:
-    what it went on from (0: it began anew), with its save id if that is known. The job that has saved last,
+    what it resumed from (0: it began anew), with its save id if that is known. The job that has saved last,
     or begun to, is the last one.
 
 Lists name a job from the beginning of its first save on: one that was killed in it came later too. Each
@@ -37,7 +37,7 @@ class Job(NamedTuple):
     """One job that has saved a run."""
 
     run_id: int
-    origin: int  # iteration that it went on from
+    origin: int  # iteration that it resumed from
     resumed: SaveId | None = None  # the save there; None if it is not known, or in another format
 
 
@@ -68,9 +68,9 @@ def note_job(
 
     Args:
         save_id: of one of its saves.
-        origin: iteration that it went on from.
+        origin: iteration that it resumed from.
         known: jobs of the run in their order. Those that the list does not name came before this one.
-        resumed: the save that it went on from, if that is known.
+        resumed: the save that it resumed from, if that is known.
 
     Returns:
         The job that was the last one, if this one was noted before it: both are saving.

@@ -14,8 +14,8 @@ from megatron_datastates.pipeline.saving.flag import Flag
 # Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does
 # next; an earlier thread would take the GIL from the trainer for milliseconds.
 AFTER_POLL_SECONDS = 0.01
-# And copies so much: what Megatron does after a poll (it ends saves that are published, with a collective
-# call) would share its cores with them.
+# The delay of copies that a poll starts: they would share the cores with what Megatron does after a poll (it
+# ends saves that are published, with a collective call).
 COPIES_AFTER_POLL_SECONDS = 0.003
 
 
@@ -35,7 +35,7 @@ class BackgroundThread:
     """A thread that does not keep the interpreter from ending, and whose `start` does not wait for it to run.
 
     threading.Thread.start returns when the thread runs. The thread then has the GIL, and the trainer waits
-    until it lets go of it: milliseconds, in every save.
+    until it releases it: milliseconds, in every save.
 
     Args:
         after: a started thread whose end the function waits for.
@@ -79,7 +79,7 @@ class BackgroundThread:
 
 
 def _yield_to_wakers() -> None:
-    """Lets the calling thread not take the core of a thread that wakes it (cuda/os/threads.h)."""
+    """Keeps the calling thread from taking the core of a thread that wakes it (cuda/os/threads.h)."""
     with contextlib.suppress(OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

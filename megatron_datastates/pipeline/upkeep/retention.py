@@ -72,9 +72,8 @@ class OtherFormat:
 
     index_name: str  # without this file, a directory is no checkpoint
     data_suffix: str  # of its data files, which are written before the index
-    find_fault: Callable[
-        [Path], str | None
-    ]  # says what is damaged in a checkpoint; raises what cannot be read
+    # Returns what is damaged in a checkpoint; raises errors of what cannot be read.
+    find_fault: Callable[[Path], str | None]
 
 
 OtherFormats = Mapping[str, OtherFormat]  # by name
