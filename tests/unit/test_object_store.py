@@ -458,7 +458,7 @@ def test_the_end_of_a_job_waits_for_parts_that_are_slow(
 def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(
     store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.5)
+    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 1.5)
     monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
     store.fail("(PUT|POST) .*-00001", EXPIRED)  # of the other node
     nodes = FarNodes(tmp_path)
