@@ -363,6 +363,19 @@ def test_a_target_within_its_source_is_refused(name: str, tmp_path: Path) -> Non
     assert os.listdir(tmp_path / "source") == before
 
 
+@pytest.mark.parametrize("name", ["", "kept.tmp"])
+def test_a_source_where_the_target_is_made_is_not_emptied(name: str, tmp_path: Path) -> None:
+    """A kill right before the last step leaves a complete checkpoint of such a name."""
+    source = tmp_path / "made" / ".target.converting" / name
+    save_with_dcp(source, {"a": torch.ones(3)})
+    (tmp_path / "link").symlink_to(source)
+    before = os.listdir(source)
+    for given in (source, tmp_path / "link"):
+        with pytest.raises(StorageError, match=r"\.converting, where .*made/target is made: rename it"):
+            convert_to(given, tmp_path / "made" / "target")
+    assert os.listdir(source) == before
+
+
 @pytest.mark.parametrize("name", ["self", "modelopt/self"])
 def test_a_link_to_a_directory_that_it_is_in_is_refused_by_name(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
