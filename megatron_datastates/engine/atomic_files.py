@@ -10,7 +10,8 @@ of the manifest.
 Two jobs may save into one directory at once: one that was requeued, and its predecessor that has not ended.
 So every name but those of the manifest and metadata.json belongs to one save, and a save removes only what
 the manifest that it has replaced named, what earlier saves of its own job have left, and what saves of other
-jobs have left that were silent for long: one of those may still look for its files, and name them then.
+jobs have left that were silent for long: one of those may still look for its files, and name them then. So
+right before each removal, it looks whether the manifest is still the one that it has read.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
@@ -31,11 +32,13 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.files import (
     OBJECT_BYTES,
+    Status,
     changed_at,
     is_object,
     open_regular,
     read_regular,
     size_of,
+    status_when_opened,
 )
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
@@ -167,15 +170,19 @@ def remove_replaced(
     replaced: Collection[str],
     superseded: Sequence[str] = (),
     continued: Collection[int] = (),
+    in_place: Status | None = None,
 ) -> list[str]:
     """Removes what a published save replaces, but nothing that `keep` names; returns the names.
 
-    Files that killed saves have left, too, but not what another job may be saving at this moment.
+    Files that killed saves have left, too, but not what another job may be saving at this moment. Ends where
+    another job publishes meanwhile: its manifest may name what is next.
 
     Args:
+        keep: what the save's manifest names, and that in place, which may be another job's.
         replaced: data files that the manifest named in whose place the save's own is now.
         superseded: patterns of files of a checkpoint in another format.
         continued: ids of the runs that this one goes on from: their jobs are over, or about to end.
+        in_place: the status of the manifest, before it was read for `keep`; None in an object store.
     """
     removed = []
     names = replaced if is_object(directory) else os.listdir(directory)
@@ -185,6 +192,8 @@ def remove_replaced(
     for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
         ours = name in replaced or published.follows(name) or save_id_in_name(name) in left
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
+            if in_place is not None and status_when_opened(directory / MANIFEST_NAME) != in_place:
+                break
             (directory / name).unlink(missing_ok=True)
             removed.append(name)
     return removed

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.engine import atomic_files
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Ancestor, Manifest
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.loading import load as load_module
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -303,6 +304,27 @@ def test_a_requeued_job_does_not_remove_what_its_predecessor_is_about_to_name(ru
     is_published.set()
     assert slow.wait() is Outcome.PUBLISHED, slow.error
     assert_holds(runs.directory, 1)
+
+
+def test_what_a_stalled_job_publishes_while_another_removes_what_was_left_stays(runs, monkeypatch):
+    """Both waited for storage that hung for an hour, and go on at one time."""
+    assert runs.start(0, 1).wait() is Outcome.PUBLISHED
+    about_to_rename = runs.directory / ".datastates-manifest.tmp"
+    (runs.directory / MANIFEST_NAME).rename(about_to_rename)
+    for path in runs.directory.iterdir():
+        os.utime(path, (0, 0))
+    look = atomic_files._left_by_others
+
+    def meanwhile(*arguments: object) -> set[SaveId]:
+        left = look(*arguments)
+        assert left
+        about_to_rename.rename(runs.directory / MANIFEST_NAME)
+        return left
+
+    monkeypatch.setattr(atomic_files, "_left_by_others", meanwhile)
+    assert runs.start(1, 2).wait() is Outcome.PUBLISHED
+    assert_holds(runs.directory, 1)
+    assert verify(runs.directory).good
 
 
 @pytest.mark.parametrize("order", ["aabb", "abab", "abba", "baab", "baba", "bbaa"])
