@@ -121,7 +121,8 @@ def _refuse_source_at(work_directory: Path, target: Path, source: Path) -> None:
         made = work_directory.stat()
         if any(os.path.samestat(made, one.stat()) for one in (source, *source.parents)):
             raise StorageError(
-                f"{source} is in {work_directory}, where {target} is made: rename it, or choose another target"
+                f"{source} is in {work_directory}, where {target} is made: rename it, or choose another "
+                "target"
             )
 
 

@@ -9,9 +9,9 @@ of the manifest.
 
 Two jobs may save into one directory at once: one that was requeued, and its predecessor that has not ended.
 So every name but those of the manifest and metadata.json belongs to one save, and a save removes only what
-the manifest that it has replaced named, what earlier saves of its own job have left, and what saves of other
-jobs have left that were silent for long: one of those may still look for its files, and name them then. So
-right before each removal, it looks whether the manifest is still the one that it has read.
+the manifest that it has replaced named, what earlier saves of its own job have left, and what other jobs have
+left that were silent there for long. One of those may still look for its files, and name them then: so right
+before each removal, a save looks whether the manifest is still the one that it has read.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
@@ -186,11 +186,12 @@ def remove_replaced(
     """
     removed = []
     names = replaced if is_object(directory) else os.listdir(directory)
-    left = set() if is_object(directory) else _left_by_others(directory, names, published, continued)
+    left = set[int]() if is_object(directory) else _left_by_others(directory, names, published, continued)
     if left:
         sync_directory(directory)  # a crash must not bring back an older manifest, which may name them
     for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
-        ours = name in replaced or published.follows(name) or save_id_in_name(name) in left
+        save = save_id_in_name(name)
+        ours = name in replaced or published.follows(name) or (save is not None and save.run_id in left)
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
             if in_place is not None and status_when_opened(directory / MANIFEST_NAME) != in_place:
                 break
@@ -201,21 +202,22 @@ def remove_replaced(
 
 def _left_by_others(
     directory: Path, names: Collection[str], published: SaveId, continued: Collection[int]
-) -> set[SaveId]:
-    """Returns the saves of other runs that have left files, and were silent for long.
+) -> set[int]:
+    """Returns the ids of other runs that have left files, and were silent for long.
 
-    By the file system's clock: the manifest has just been written.
+    By the file system's clock: the manifest has just been written. All files of a run count together: a save
+    may have linked one of an earlier save, which looks old once that one's checkpoint was deleted.
     """
     written = (directory / MANIFEST_NAME).stat().st_mtime
-    last_change: dict[SaveId, float] = {}
+    last_change: dict[int, float] = {}
     for name in names:
         save = save_id_in_name(name)
         if save is not None and save.run_id != published.run_id:
             with contextlib.suppress(FileNotFoundError):
                 changed = changed_at((directory / name).lstat())
-                last_change[save] = max(last_change.get(save, changed), changed)
+                last_change[save.run_id] = max(last_change.get(save.run_id, changed), changed)
     return {
-        save
-        for save, changed in last_change.items()
-        if written - changed >= (_MIN_AGE_CONTINUED_SECONDS if save.run_id in continued else MIN_AGE_SECONDS)
+        run_id
+        for run_id, changed in last_change.items()
+        if written - changed >= (_MIN_AGE_CONTINUED_SECONDS if run_id in continued else MIN_AGE_SECONDS)
     }

@@ -113,6 +113,8 @@ def test_an_old_file_that_was_linked_just_now_is_no_left_over(root):
     assert left_overs(root) == []
     old.unlink()
     assert left_overs(root) == [linked.name]
+    put(root, 300, SaveId(DEAD.run_id, DEAD.ordinal + 1).data_file_name(0), 60)  # the save that linked it
+    assert left_overs(root) == []
 
 
 def test_without_a_sound_manifest_nothing_is_a_left_over(root):

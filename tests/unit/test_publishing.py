@@ -19,7 +19,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Ancestor, Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading import load as load_module
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -315,7 +315,7 @@ def test_what_a_stalled_job_publishes_while_another_removes_what_was_left_stays(
         os.utime(path, (0, 0))
     look = atomic_files._left_by_others
 
-    def meanwhile(*arguments: object) -> set[SaveId]:
+    def meanwhile(*arguments: object) -> set[int]:
         left = look(*arguments)
         assert left
         about_to_rename.rename(runs.directory / MANIFEST_NAME)
