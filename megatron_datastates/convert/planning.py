@@ -117,7 +117,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
 
 def _refuse_source_at(work_directory: Path, target: Path, source: Path) -> None:
     """Raises StorageError if the source is in the directory that is emptied first, as after a kill."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # there is none, or making it says what is wrong
         made = work_directory.stat()
         if any(os.path.samestat(made, one.stat()) for one in (source, *source.parents)):
             raise StorageError(
