@@ -465,7 +465,27 @@ def test_a_directory_that_another_conversion_has_made_anew_since_it_was_opened_i
             locked_work_directory(path, tmp_path / "target", ()),
         ):
             pass
-        assert os.listdir(path) == ["__0_0.distcp"]
+        assert (path / "__0_0.distcp").read_bytes() == b"half"
+    assert not os.listdir(tmp_path)
+
+
+def test_where_locks_are_of_one_node_a_conversion_that_lost_its_files_makes_no_target(
+    by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another node has emptied the directory, and is writing there."""
+    path, rename = tmp_path / ".target.converting", job.rename_to_target
+    monkeypatch.setattr(work_directory, "lock", lambda descriptor: True)
+    with contextlib.ExitStack() as other:
+
+        def rename_late(*arguments: Any) -> None:
+            other.enter_context(locked_work_directory(path, tmp_path / "target", ()))
+            (path / "__0_0.distcp").write_bytes(b"half")
+            rename(*arguments)
+
+        monkeypatch.setattr(job, "rename_to_target", rename_late)
+        with pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "):
+            convert_to(by_dcp, tmp_path / "target")
+        assert (path / "__0_0.distcp").read_bytes() == b"half", "which goes on"
     assert not os.listdir(tmp_path)
 
 
