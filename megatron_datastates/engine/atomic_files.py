@@ -174,7 +174,7 @@ def remove_replaced(
 ) -> list[str]:
     """Removes what a published save replaces, but nothing that `keep` names; returns the names.
 
-    Files that killed saves have left, too, but not what another job may be saving at this moment. Ends where
+    Files that killed saves have left, too, but nothing of a job that may be saving at this moment. Ends where
     another job publishes meanwhile: its manifest may name what is next.
 
     Args:
@@ -185,39 +185,47 @@ def remove_replaced(
         in_place: the status of the manifest, before it was read for `keep`; None in an object store.
     """
     removed = []
-    names = replaced if is_object(directory) else os.listdir(directory)
-    left = set[int]() if is_object(directory) else _left_by_others(directory, names, published, continued)
-    if left:
-        sync_directory(directory)  # a crash must not bring back an older manifest, which may name them
-    for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
+    names = set(replaced if is_object(directory) else os.listdir(directory)) - keep
+    saving = set[int]()
+    if not is_object(directory):
+        saving = _runs_under_way(directory, names.difference(replaced), published, continued)
+
+    def goes(name: str) -> bool:
         save = save_id_in_name(name)
-        ours = name in replaced or published.follows(name) or (save is not None and save.run_id in left)
-        if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
-            if in_place is not None and status_when_opened(directory / MANIFEST_NAME) != in_place:
-                break
-            (directory / name).unlink(missing_ok=True)
-            removed.append(name)
+        if save is not None and save.run_id != published.run_id:
+            return save.run_id not in saving
+        is_superseded = any(fnmatch.fnmatchcase(name, pattern) for pattern in superseded)
+        return is_superseded or name in replaced or published.follows(name)
+
+    going = sorted(filter(goes, names))
+    if any(save_id_in_name(name) and not published.follows(name) for name in going if name not in replaced):
+        sync_directory(directory)  # a crash must not bring back an older manifest, which may name them
+    for name in sorted(going, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
+        if in_place is not None and status_when_opened(directory / MANIFEST_NAME) != in_place:
+            break
+        (directory / name).unlink(missing_ok=True)
+        removed.append(name)
     return removed
 
 
-def _left_by_others(
+def _runs_under_way(
     directory: Path, names: Collection[str], published: SaveId, continued: Collection[int]
 ) -> set[int]:
-    """Returns the ids of other runs that have left files, and were silent for long.
+    """Returns the ids of other runs that may be saving: one of these files of theirs is young.
 
-    By the file system's clock: the manifest has just been written. All files of a run count together: a save
-    may have linked one of an earlier save, which looks old once that one's checkpoint was deleted.
+    By the file system's clock: the manifest has just been written. All files of such a run stay: what it
+    saves may share files of its earlier saves, also those that were in the directory already.
+
+    Args:
+        names: of files that neither the manifest names nor the one in whose place it is.
     """
     written = (directory / MANIFEST_NAME).stat().st_mtime
-    last_change: dict[int, float] = {}
+    found = set()
     for name in names:
         save = save_id_in_name(name)
         if save is not None and save.run_id != published.run_id:
+            seconds = _MIN_AGE_CONTINUED_SECONDS if save.run_id in continued else MIN_AGE_SECONDS
             with contextlib.suppress(FileNotFoundError):
-                changed = changed_at((directory / name).lstat())
-                last_change[save.run_id] = max(last_change.get(save.run_id, changed), changed)
-    return {
-        run_id
-        for run_id, changed in last_change.items()
-        if written - changed >= (_MIN_AGE_CONTINUED_SECONDS if run_id in continued else MIN_AGE_SECONDS)
-    }
+                if written - changed_at((directory / name).lstat()) < seconds:
+                    found.add(save.run_id)
+    return found

@@ -119,7 +119,7 @@ def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
     others += [SaveId(7, 6).data_file_name(0), SaveId(9, 9).data_file_name(1), SAVE.data_file_name(1)]
     others += [f".datastates-{MANIFEST_NAME}-{SaveId(9, 1)}.tmp"]
     old = [SaveId(7, 4).data_file_name(0), f".datastates-{MANIFEST_NAME}-{SaveId(7, 4)}.tmp"]
-    replaced = [SaveId(9, 8).data_file_name(0), SAVE.data_file_name(0)]  # the latter is kept all the same
+    replaced = [SaveId(10, 8).data_file_name(0), SAVE.data_file_name(0)]  # the latter is kept all the same
     populate(tmp_path, [*kept, *others, *old, replaced[0]])
     assert sorted(remove_replaced(tmp_path, set(kept), SAVE, replaced)) == sorted([*old, replaced[0]])
     assert sorted(os.listdir(tmp_path)) == sorted(kept + others)
@@ -146,6 +146,15 @@ def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
         os.utime(tmp_path / name, (since, since))
     assert sorted(remove_replaced(tmp_path, set(kept[:2]), SAVE, (), continued={3, 8})) == sorted(left)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_what_is_replaced_stays_while_its_run_saves_again(tmp_path):
+    """Files of unchanged tensors are in the directory already: what is under way has nothing else of them."""
+    shared, under_way = SaveId(4, 1).data_file_name(0, 1), SaveId(4, 2).data_file_name(0)
+    populate(tmp_path, [MANIFEST_NAME, shared, under_way])
+    assert remove_replaced(tmp_path, set(), SAVE, [shared]) == []
+    os.utime(tmp_path / under_way, (0, 0))
+    assert remove_replaced(tmp_path, set(), SAVE, [shared]) == [under_way, shared]
 
 
 def test_a_crash_does_not_bring_back_a_manifest_that_names_what_a_save_removes(tmp_path, monkeypatch):

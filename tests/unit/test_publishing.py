@@ -313,15 +313,15 @@ def test_what_a_stalled_job_publishes_while_another_removes_what_was_left_stays(
     (runs.directory / MANIFEST_NAME).rename(about_to_rename)
     for path in runs.directory.iterdir():
         os.utime(path, (0, 0))
-    look = atomic_files._left_by_others
+    look = atomic_files._runs_under_way
 
     def meanwhile(*arguments: object) -> set[int]:
-        left = look(*arguments)
-        assert left
+        under_way = look(*arguments)
+        assert not under_way
         about_to_rename.rename(runs.directory / MANIFEST_NAME)
-        return left
+        return under_way
 
-    monkeypatch.setattr(atomic_files, "_left_by_others", meanwhile)
+    monkeypatch.setattr(atomic_files, "_runs_under_way", meanwhile)
     assert runs.start(1, 2).wait() is Outcome.PUBLISHED
     assert_holds(runs.directory, 1)
     assert verify(runs.directory).good
