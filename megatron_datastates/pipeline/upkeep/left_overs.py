@@ -7,7 +7,8 @@ MIN_AGE_SECONDS:
   2. right before each file is removed, check again that the manifest is the same, and how old the file is.
 A save checks before and after it writes its manifest that all its files are there. So a save that was
 silent for longer than MIN_AGE_SECONDS and continues just then fails rather than lose files unseen (except
-between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
+between the check of step 2 and the removal). Ages are by this machine's clock and the file system's; where
+this machine's is ahead, what is removed has to be older by as much.
 
 In an object store, uploads in parts that have not ended are left-overs, too: they are aborted, wherever below
 the run they are. A drain whose upload is aborted begins again. Parts of an upload count as files of its run.
@@ -19,6 +20,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +51,21 @@ def age_text(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
     return f"{max(seconds, 0.0):.0f} s"
+
+
+def clock_ahead(directory: Path) -> float:
+    """Returns by how many seconds this machine's clock is ahead of a file system's, if that can be seen.
+
+    Less than a second counts as none: file systems take the time of the last tick.
+    """
+    if is_object(directory):
+        return 0.0
+    with contextlib.suppress(OSError):
+        now = time.time()
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".datastates-clock-", suffix=".tmp") as file:
+            ahead = now - os.fstat(file.fileno()).st_mtime
+        return ahead if ahead >= 1.0 else 0.0
+    return 0.0
 
 
 def unnamed_files(path: Path) -> list[UnnamedFile]:
@@ -187,19 +204,20 @@ def remove_left_overs(
     points, gone = Faults(faults), [] if gone is None else gone
     for directory in dict.fromkeys(file.path.parent for file in left_overs):
         files = [file for file in left_overs if file.path.parent == directory]
+        least_age = min_age_seconds + clock_ahead(directory)
         try:
             _abort([file for file in files if file.upload], min_age_seconds, points, gone)
             if all(file.upload for file in files):
                 continue
             manifest = content_of(directory / MANIFEST_NAME)
             named = names_in_manifest(manifest)  # what looked for names may have failed to read it
-            still = {file.path for file in unnamed_files(directory) if file.age_seconds >= min_age_seconds}
+            still = {file.path for file in unnamed_files(directory) if file.age_seconds >= least_age}
             if not is_object(directory):
                 sync_directory(directory)
             for file in files:
                 if not file.upload and file.path in still and file.path.name not in named:
                     points.point("look at left-over")
-                    if _may_go(file.path, manifest, min_age_seconds):
+                    if _may_go(file.path, manifest, least_age):
                         points.point("remove left-over")
                         with contextlib.suppress(FileNotFoundError):
                             file.path.unlink()
