@@ -30,6 +30,7 @@ from pathlib import Path
 from megatron_datastates import stores
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import (
     OBJECT_BYTES,
     Status,
@@ -53,10 +54,12 @@ def write_whole(
     faults: Faults,
     save_id: SaveId,
     on_renamed: Callable[[], None] = lambda: None,
+    before_rename: Callable[[], None] = lambda: None,
 ) -> None:
     """Makes `path` hold exactly `data`, durably.
 
     Args:
+        before_rename: called right before `path` names `data`, unless it raises.
         on_renamed: called as soon as `path` names `data`, which a failure after that does not undo.
 
     Raises:
@@ -65,17 +68,18 @@ def write_whole(
     """
     if is_object(path):
         faults.point(f"write {_kind(path)}")
+        before_rename()
         stores.write(path, data)
         on_renamed()
         faults.point(f"durable {_kind(path)}")
         return
     temporary = temporary_beside(path, save_id)
     try:
-        _write_whole(path, data, faults, temporary, on_renamed)
-    except OSError as error:
+        _write_whole(path, data, faults, temporary, on_renamed, before_rename)
+    except (OSError, DataStatesError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if error.filename is not None or error.errno is None:
+        if not isinstance(error, OSError) or error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -104,7 +108,12 @@ def appearing(path: Path, save_id: SaveId) -> Iterator[Path]:
 
 
 def _write_whole(
-    path: Path, data: bytes, faults: Faults, temporary: Path, on_renamed: Callable[[], None]
+    path: Path,
+    data: bytes,
+    faults: Faults,
+    temporary: Path,
+    on_renamed: Callable[[], None],
+    before_rename: Callable[[], None],
 ) -> None:
     faults.point(f"write {_kind(path)}")
     with opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
@@ -113,6 +122,7 @@ def _write_whole(
             view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     faults.point(f"rename {_kind(path)}")
+    before_rename()
     os.replace(temporary, path)
     on_renamed()
     faults.point(f"sync directory of {_kind(path)}")
