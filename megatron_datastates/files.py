@@ -158,6 +158,13 @@ def status_of(path: Path) -> Status | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def status_when_opened(path: Path) -> Status:
+    """Returns what `status_of` does, of a regular file: a client of NFS asks the server. Raises OSError."""
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno())
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def changed_at(status: os.stat_result) -> float:
     """Returns when a file was written or, if it is in several directories, when it was linked last.
 

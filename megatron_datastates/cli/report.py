@@ -49,7 +49,8 @@ def report(
     saves count, and of each save the line of the lowest rank, which has times of all ranks.
 
     --out, --html and --png also draw every save against the clock, the iterations and the ranks. The page is
-    one file that needs no network. The picture needs matplotlib. Existing files are replaced. --out makes its
+    one file that needs no network. The picture needs matplotlib. Existing files are replaced, but not
+    those that are read. --out makes its
     directory; those of --html and --png must exist.
 
     Exit codes: 0 shown; 2 it cannot be done.
@@ -73,6 +74,9 @@ def report(
         if picture is not None and picture.suffix.lower() != ".png":
             raise OptionError(f"--png {picture}: expected a name that ends in .png")
         found = read_reports(files)
+        for option, target in (("--html", page), ("--png", picture)):
+            if target is not None and target.exists() and any(map(target.samefile, files)):
+                raise OptionError(f"{option} {target}: it is one of the files that are read: choose another")
         left_out = len(found.saves) - last if last is not None else 0
         if left_out > 0:
             found.saves = found.saves[left_out:]

@@ -78,7 +78,7 @@ def convert(
             "compare afterwards with `datastates diff`"
         )
     numbers = plan.files_of(team)
-    workers = Workers(limits.worker_count(len(numbers)), progress)
+    workers, claim = Workers(limits.worker_count(len(numbers)), progress), ""
     with ExitStack() as held:
         if is_far:
             scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="datastates-convert-"))
@@ -86,7 +86,7 @@ def convert(
             plan.work_directory.mkdir()
         else:
             team.on_rank_zero(lambda: held.enter_context(made_parents(plan.target)))
-            team.on_rank_zero(
+            claim = team.on_rank_zero(
                 lambda: held.enter_context(
                     locked_work_directory(plan.work_directory, plan.target, _other_names(plan.source))
                 )
@@ -111,7 +111,7 @@ def convert(
         if is_far:
             _upload(plan, team)
         else:
-            team.on_rank_zero(lambda: rename_to_target(plan.work_directory, plan.target))
+            team.on_rank_zero(lambda: rename_to_target(plan.work_directory, plan.target, claim))
 
 
 def _upload(plan: Plan, team: Team) -> None:

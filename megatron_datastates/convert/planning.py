@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import os
@@ -39,11 +40,15 @@ class Plan:
         """Returns the directory that everything is written to before it gets the target's name."""
         if self.scratch is not None:
             return self.scratch / self.target.name
-        return self.target.parent / f".{self.target.name}.converting"
+        return _work_directory(self.target)
 
     def files_of(self, team: Team) -> range:
         """Returns the numbers of the files that this process writes."""
         return range(team.rank, len(self.files), team.size)
+
+
+def _work_directory(target: Path) -> Path:
+    return target.parent / f".{target.name}.converting"
 
 
 def default_format(source_format: str, target: Path) -> str:
@@ -64,8 +69,9 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     Raises:
         OptionError: the format cannot be written, or cannot hold the source's streams, or `ranks` is
             negative.
-        StorageError: the target exists, lies inside the source or has too little space, a file of the source
-            is missing or truncated, or one of its directories is a symbolic link.
+        StorageError: the target exists, lies inside the source or has too little space, the source is where
+            the target is made, one of its files is missing or truncated, or one of its directories is a
+            symbolic link.
         FormatError: the source is damaged.
         CorruptDataError: one of its other files, such as common.pt, is not the one that was saved.
     """
@@ -86,6 +92,8 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         raise StorageError(f"{target} is the source itself: choose another target")
     if place.is_relative_to(read):
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
+    if not is_object(target) and not is_object(read):
+        _refuse_source_at(_work_directory(target), target, read)
     source.read_metadata()  # which a sink writes last; a damaged one is refused here
     _refuse_streams(source, format)
     _refuse_endless_links(source)
@@ -105,6 +113,17 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     else:
         refuse_target(target, needed, makes_parents=True)
     return Plan(source, target, format, files, sizes)
+
+
+def _refuse_source_at(work_directory: Path, target: Path, source: Path) -> None:
+    """Raises StorageError if the source is in the directory that is emptied first, as after a kill."""
+    with contextlib.suppress(OSError):  # there is none, or making it says what is wrong
+        made = work_directory.stat()
+        if any(os.path.samestat(made, one.stat()) for one in (source, *source.parents)):
+            raise StorageError(
+                f"{source} is in {work_directory}, where {target} is made: rename it, or choose another "
+                "target"
+            )
 
 
 def _refuse_streams(source: Source, format: str) -> None:

@@ -87,6 +87,14 @@ class Rewriting(ABC):
             StorageError: something has saved into the directory since it was read.
         """
 
+    @abstractmethod
+    def _require_unchanged(self) -> None:
+        """Raises StorageError if something has saved into the directory since it was read."""
+
+    def _note_sent(self) -> None:
+        self._require_unchanged()  # once more: the new index was synced meanwhile
+        self.is_sent = True
+
     def close(self) -> None:  # noqa: B027 - not each has something to close
         """Ends what `write` has begun."""
 
@@ -175,8 +183,8 @@ class _OwnFiles(Rewriting):
         self._require_unchanged()
         if not is_object(directory):
             _refuse_gone(directory, missing_files(directory, manifest))
-        self.is_sent = True
-        write_whole(directory / MANIFEST_NAME, manifest.encode(), faults, self._save_id)
+        path = directory / MANIFEST_NAME
+        write_whole(path, manifest.encode(), faults, self._save_id, before_rename=self._note_sent)
 
     def _require_unchanged(self) -> None:
         """Raises StorageError if something has published into the directory since it was read."""
@@ -268,8 +276,8 @@ class _DcpFiles(Rewriting):
         faults.point("publish weights")
         self._require_unchanged()
         _refuse_gone(directory, set(map(self.new_name, written)).difference(names_in(directory)))
-        self.is_sent = True
-        write_whole(directory / TORCH_DIST_INDEX, index, faults, self._save_id)
+        path = directory / TORCH_DIST_INDEX
+        write_whole(path, index, faults, self._save_id, before_rename=self._note_sent)
 
     def _require_unchanged(self) -> None:
         """Raises StorageError if a save, which uses the same names again, has written to what was read."""

@@ -1,6 +1,8 @@
 """The directory that a conversion writes to, beside its target: locked, emptied, and removed on failure.
 
-What no conversion of the same source makes is never deleted.
+What no conversion of the same source makes is never deleted. Some network file systems have no locks, or
+locks of one node: there, two conversions may empty the directory. So each has a claim in it, a file of its
+own; one that does not find its claim alone makes no target. Of two, one at most does, and perhaps neither.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Collection, Iterator
@@ -19,10 +22,14 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.files import lock
 from megatron_datastates.format.directory import is_of_a_format
 
+_CLAIM = ".datastates-claim-"
+
 
 @contextlib.contextmanager
-def locked_work_directory(path: Path, target: Path, other_names: Collection[str]) -> Iterator[None]:
+def locked_work_directory(path: Path, target: Path, other_names: Collection[str]) -> Iterator[str]:
     """Creates or empties the directory and locks it. Removes it at the end if it still has this name.
+
+    Yields the name of the claim, which a conversion that has emptied it meanwhile has removed.
 
     Args:
         target: what is made there, for messages.
@@ -36,17 +43,21 @@ def locked_work_directory(path: Path, target: Path, other_names: Collection[str]
     try:
         # What another conversion had made may have got another name, or be gone, since it was opened.
         if not lock(descriptor) or not _is_at(descriptor, path):
-            raise StorageError(
-                f"another conversion is making {target}: wait until it has finished, or stop it"
-            )
+            raise _another_makes(target)
         _empty(path, other_names)
+        claim = path / f"{_CLAIM}{secrets.token_hex(8)}.tmp"
+        claim.touch()
         try:
-            yield
+            yield claim.name
         finally:
-            if _is_at(descriptor, path):  # after a success it has the target's name
+            if _is_at(descriptor, path) and claim.exists():  # after a success it has the target's name
                 _remove_tree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def _another_makes(target: Path) -> StorageError:
+    return StorageError(f"another conversion is making {target}: wait until it has finished, or stop it")
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -93,8 +104,16 @@ def _remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
     shutil.rmtree(directory, ignore_errors=ignore_errors)
 
 
-def rename_to_target(work_directory: Path, target: Path) -> None:
-    """Renames the complete directory to the target, durably. Raises StorageError if the target exists."""
+def rename_to_target(work_directory: Path, target: Path, claim: str) -> None:
+    """Renames the complete directory to the target, durably.
+
+    Raises:
+        StorageError: the target exists, or another conversion has used the directory meanwhile.
+    """
     refuse_target(target)
+    if [name for name in os.listdir(work_directory) if name.startswith(_CLAIM)] != [claim]:
+        raise _another_makes(target)
     work_directory.rename(target)
+    (target / claim).unlink()
+    sync_directory(target)
     sync_directory(target.parent)

@@ -9,8 +9,9 @@ of the manifest.
 
 Two jobs may save into one directory at once: one that was requeued, and its predecessor that has not ended.
 So every name but those of the manifest and metadata.json belongs to one save, and a save removes only what
-the manifest that it has replaced named, what earlier saves of its own job have left, and what saves of other
-jobs have left that were silent for long: one of those may still look for its files, and name them then.
+the manifest that it has replaced named, what earlier saves of its own job have left, and what other jobs have
+left that were silent there for long. One of those may still look for its files, and name them then: so right
+before each removal, a save looks whether the manifest is still the one that it has read.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
@@ -29,13 +30,16 @@ from pathlib import Path
 from megatron_datastates import stores
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import (
     OBJECT_BYTES,
+    Status,
     changed_at,
     is_object,
     open_regular,
     read_regular,
     size_of,
+    status_when_opened,
 )
 from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
@@ -50,10 +54,12 @@ def write_whole(
     faults: Faults,
     save_id: SaveId,
     on_renamed: Callable[[], None] = lambda: None,
+    before_rename: Callable[[], None] = lambda: None,
 ) -> None:
     """Makes `path` hold exactly `data`, durably.
 
     Args:
+        before_rename: called right before `path` names `data`, unless it raises.
         on_renamed: called as soon as `path` names `data`, which a failure after that does not undo.
 
     Raises:
@@ -62,17 +68,18 @@ def write_whole(
     """
     if is_object(path):
         faults.point(f"write {_kind(path)}")
+        before_rename()
         stores.write(path, data)
         on_renamed()
         faults.point(f"durable {_kind(path)}")
         return
     temporary = temporary_beside(path, save_id)
     try:
-        _write_whole(path, data, faults, temporary, on_renamed)
-    except OSError as error:
+        _write_whole(path, data, faults, temporary, on_renamed, before_rename)
+    except (OSError, DataStatesError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if error.filename is not None or error.errno is None:
+        if not isinstance(error, OSError) or error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -101,7 +108,12 @@ def appearing(path: Path, save_id: SaveId) -> Iterator[Path]:
 
 
 def _write_whole(
-    path: Path, data: bytes, faults: Faults, temporary: Path, on_renamed: Callable[[], None]
+    path: Path,
+    data: bytes,
+    faults: Faults,
+    temporary: Path,
+    on_renamed: Callable[[], None],
+    before_rename: Callable[[], None],
 ) -> None:
     faults.point(f"write {_kind(path)}")
     with opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
@@ -110,6 +122,7 @@ def _write_whole(
             view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     faults.point(f"rename {_kind(path)}")
+    before_rename()
     os.replace(temporary, path)
     on_renamed()
     faults.point(f"sync directory of {_kind(path)}")
@@ -167,48 +180,63 @@ def remove_replaced(
     replaced: Collection[str],
     superseded: Sequence[str] = (),
     continued: Collection[int] = (),
+    in_place: Status | None = None,
 ) -> list[str]:
     """Removes what a published save replaces, but nothing that `keep` names; returns the names.
 
-    Files that killed saves have left, too, but not what another job may be saving at this moment.
+    Files that killed saves have left, too, but nothing of a job that may be saving at this moment. Ends where
+    another job publishes meanwhile: its manifest may name what is next.
 
     Args:
+        keep: what the save's manifest names, and that in place, which may be another job's.
         replaced: data files that the manifest named in whose place the save's own is now.
         superseded: patterns of files of a checkpoint in another format.
         continued: ids of the runs that this one resumes from: their jobs are over, or about to end.
+        in_place: the status of the manifest, before it was read for `keep`; None in an object store.
     """
     removed = []
     # Those of the checkpoint are set aside first: to find out whose a name is takes long at many ranks.
-    found = replaced if is_object(directory) else os.listdir(directory)
-    names = [name for name in found if name not in keep]
-    left = set() if is_object(directory) else _left_by_others(directory, names, published, continued)
-    if left:
+    names = set(replaced if is_object(directory) else os.listdir(directory)) - keep
+    saving = set[int]()
+    if not is_object(directory):
+        saving = _runs_under_way(directory, names.difference(replaced), published, continued)
+
+    def goes(name: str) -> bool:
+        save = save_id_in_name(name)
+        if save is not None and save.run_id != published.run_id:
+            return save.run_id not in saving
+        is_superseded = any(fnmatch.fnmatchcase(name, pattern) for pattern in superseded)
+        return is_superseded or name in replaced or published.follows(name)
+
+    going = sorted(filter(goes, names))
+    if any(save_id_in_name(name) and not published.follows(name) for name in going if name not in replaced):
         sync_directory(directory)  # a crash must not bring back an older manifest, which may name them
-    for name in sorted(names, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
-        ours = name in replaced or published.follows(name) or save_id_in_name(name) in left
-        if ours or any(fnmatch.fnmatchcase(name, p) for p in superseded):
-            (directory / name).unlink(missing_ok=True)
-            removed.append(name)
+    for name in sorted(going, key=lambda name: name != TORCH_DIST_INDEX):  # without it, no other file counts
+        if in_place is not None and status_when_opened(directory / MANIFEST_NAME) != in_place:
+            break
+        (directory / name).unlink(missing_ok=True)
+        removed.append(name)
     return removed
 
 
-def _left_by_others(
+def _runs_under_way(
     directory: Path, names: Collection[str], published: SaveId, continued: Collection[int]
-) -> set[SaveId]:
-    """Returns the saves of other runs that have left files, and were silent for long.
+) -> set[int]:
+    """Returns the ids of other runs that may be saving: one of these files of theirs is young.
 
-    By the file system's clock: the manifest has just been written.
+    By the file system's clock: the manifest has just been written. All files of such a run stay: what it
+    saves may share files of its earlier saves, also those that were in the directory already.
+
+    Args:
+        names: of files that neither the manifest names nor the one in whose place it is.
     """
     written = (directory / MANIFEST_NAME).stat().st_mtime
-    last_change: dict[SaveId, float] = {}
+    found = set()
     for name in names:
         save = save_id_in_name(name)
         if save is not None and save.run_id != published.run_id:
+            seconds = _MIN_AGE_CONTINUED_SECONDS if save.run_id in continued else MIN_AGE_SECONDS
             with contextlib.suppress(FileNotFoundError):
-                changed = changed_at((directory / name).lstat())
-                last_change[save] = max(last_change.get(save, changed), changed)
-    return {
-        save
-        for save, changed in last_change.items()
-        if written - changed >= (_MIN_AGE_CONTINUED_SECONDS if save.run_id in continued else MIN_AGE_SECONDS)
-    }
+                if written - changed_at((directory / name).lstat()) < seconds:
+                    found.add(save.run_id)
+    return found

@@ -119,7 +119,7 @@ def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
     others += [SaveId(7, 6).data_file_name(0), SaveId(9, 9).data_file_name(1), SAVE.data_file_name(1)]
     others += [f".datastates-{MANIFEST_NAME}-{SaveId(9, 1)}.tmp"]
     old = [SaveId(7, 4).data_file_name(0), f".datastates-{MANIFEST_NAME}-{SaveId(7, 4)}.tmp"]
-    replaced = [SaveId(9, 8).data_file_name(0), SAVE.data_file_name(0)]  # the latter is kept all the same
+    replaced = [SaveId(10, 8).data_file_name(0), SAVE.data_file_name(0)]  # the latter is kept all the same
     populate(tmp_path, [*kept, *others, *old, replaced[0]])
     assert sorted(remove_replaced(tmp_path, set(kept), SAVE, replaced)) == sorted([*old, replaced[0]])
     assert sorted(os.listdir(tmp_path)) == sorted(kept + others)
@@ -141,8 +141,8 @@ def test_whose_the_files_of_the_checkpoint_are_is_not_asked(tmp_path, monkeypatc
 
 
 def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
-    """Silent for an hour, or ten minutes if its run is continued; a save is as old as its youngest file."""
-    over, dead, slow, ending = SaveId(3, 1), SaveId(4, 1), SaveId(5, 1), SaveId(3, 2)
+    """Silent for an hour, or ten minutes if its run is continued; a run is as old as its youngest file."""
+    over, dead, slow, ending = SaveId(3, 1), SaveId(4, 1), SaveId(5, 1), SaveId(8, 1)
     younger = SaveId(SAVE.run_id, SAVE.ordinal + 1)
     left = [over.data_file_name(0), dead.data_file_name(0), dead.data_file_name(1)]
     kept = [SAVE.data_file_name(0), SaveId(6, 1).data_file_name(0)]  # the latter is named, as it is shared
@@ -159,8 +159,17 @@ def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
     for name in {*left, *kept} - {slow.data_file_name(1), MANIFEST_NAME}:
         since = hour_ago + {over: 3000, ending: 3010}.get(save_id_in_name(name), 0)
         os.utime(tmp_path / name, (since, since))
-    assert sorted(remove_replaced(tmp_path, set(kept[:2]), SAVE, (), continued={3})) == sorted(left)
+    assert sorted(remove_replaced(tmp_path, set(kept[:2]), SAVE, (), continued={3, 8})) == sorted(left)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_what_is_replaced_stays_while_its_run_saves_again(tmp_path):
+    """Files of unchanged tensors are in the directory already: what is under way has nothing else of them."""
+    shared, under_way = SaveId(4, 1).data_file_name(0, 1), SaveId(4, 2).data_file_name(0)
+    populate(tmp_path, [MANIFEST_NAME, shared, under_way])
+    assert remove_replaced(tmp_path, set(), SAVE, [shared]) == []
+    os.utime(tmp_path / under_way, (0, 0))
+    assert remove_replaced(tmp_path, set(), SAVE, [shared]) == [under_way, shared]
 
 
 def test_a_crash_does_not_bring_back_a_manifest_that_names_what_a_save_removes(tmp_path, monkeypatch):
@@ -186,6 +195,8 @@ def test_a_file_that_a_save_under_way_has_linked_is_not_as_old_as_its_bytes(tmp_
     long_ago = (directory / MANIFEST_NAME).stat().st_mtime - 2 * atomic_files.MIN_AGE_SECONDS
     os.utime(before / shared, (long_ago, long_ago))
     os.link(before / shared, directory / shared)
+    assert remove_replaced(directory, set(), SAVE, ()) == []
+    (before / shared).unlink()  # as retention does; no time shows when it was linked any more
     assert remove_replaced(directory, set(), SAVE, ()) == []
 
 

@@ -356,10 +356,10 @@ def test_files_of_others_are_durable_before_the_target_appears(
         fsync(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
-    def noted_rename(work_directory: Path, target: Path) -> None:
+    def noted_rename(work_directory: Path, target: Path, claim: str) -> None:
         for name in ("common.pt", "modelopt", "modelopt/state.pt"):
             assert (work_directory / name).stat().st_ino in synced, name
-        rename(work_directory, target)
+        rename(work_directory, target, claim)
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(job, "rename_to_target", noted_rename)

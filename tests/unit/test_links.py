@@ -712,3 +712,28 @@ def test_a_slow_write_of_what_does_not_change_is_no_storage_that_hangs(tmp_path,
     save(saver, tmp_path / "c", state_of() | {"base": frozen(1, 24 * MIB)})
     saver.close()
     assert "keeps all others waiting" not in caplog.text
+
+
+def test_a_job_that_saves_again_does_not_lose_what_it_shares_with_what_another_job_has_replaced(
+    linking: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory had the file already, so that no link shows that it is needed again."""
+    save(linking, tmp_path / "c", state_of(1))
+    sync, other = directory_publisher.sync_above, new_saver(**LINKING)
+    has_looked, is_published = threading.Event(), threading.Event()
+
+    def after_the_other(directory: Path) -> None:  # between the look at all files and the rename
+        if not has_looked.is_set():
+            has_looked.set()
+            assert is_published.wait(30.0)
+        sync(directory)
+
+    monkeypatch.setattr(directory_publisher, "sync_above", after_the_other)
+    slow = start(linking, tmp_path / "c", state_of(1))
+    while not has_looked.is_set():
+        assert slow.poll() is Outcome.PENDING
+    save(other, tmp_path / "c", state_of(2))
+    is_published.set()
+    assert slow.wait() is Outcome.PUBLISHED, slow.error
+    check(tmp_path / "c", state_of(1))
+    other.close()

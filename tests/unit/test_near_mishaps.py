@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 import time
@@ -14,10 +15,10 @@ import torch
 
 from megatron_datastates.config import MIB
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
-from megatron_datastates.pipeline.near import copying, drain, places, replicas, tier
+from megatron_datastates.pipeline.near import copying, drain, places, replicas, room, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
@@ -403,3 +404,19 @@ def test_an_own_manifest_is_not_looked_at_again_and_its_checksum_is(tmp_path: Pa
     assert published_in(nodes.near(0, 3)) is None
     with pytest.raises(DataStatesError, match="damaged"):
         type(manifest).decode(path.read_bytes(), "", is_own=True)
+
+
+def test_what_another_job_begins_to_save_is_not_removed_with_an_unused_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / COMMON_FILE).touch()
+    listed, data = os.listdir, tmp_path / SaveId(1, 1).data_file_name(0)
+
+    def listed_before(directory: Path) -> list[str]:
+        names = listed(directory)
+        data.touch()
+        return names
+
+    monkeypatch.setattr(room.os, "listdir", listed_before)
+    room._remove_unused(tmp_path)
+    assert data.exists()

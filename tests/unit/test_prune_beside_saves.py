@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +104,23 @@ def test_left_overs_stay_while_anything_of_their_save_is_young(root):
     assert left_overs(root, min_age_seconds=10000) == []
 
 
+def test_a_clock_that_is_ahead_makes_no_file_of_a_live_save_old(root, monkeypatch):
+    """Files have the times of the file system's clock, as those of a server of NFS."""
+    clock = SimpleNamespace(time=lambda: time.time() + 7200.0)
+    monkeypatch.setattr(removing, "time", clock)
+    monkeypatch.setattr(retention, "time", clock)
+    live, dead = (place(root, 300) / save.data_file_name(0) for save in (LIVE, DEAD))
+    put(root, 300, live.name, 60)
+    put(root, 300, dead.name, 4000)
+    lose(root, 200)
+    put(root, 200, LIVE.data_file_name(0), 60)  # after a rollback
+    plan = plan_prune(root, RetentionRules(keep_last=3))
+    assert [file.path for file in remove_left_overs(plan.left_overs)] == [dead]
+    assert live.exists()
+    assert [one.number for one in prune(root, RetentionRules(keep_last=3))] == [100]
+    assert (place(root, 200) / LIVE.data_file_name(0)).exists()
+
+
 def test_an_old_file_that_was_linked_just_now_is_no_left_over(root):
     """A save that is under way may share a file of an earlier one, which is as old as that."""
     old = root / DEAD.data_file_name(0)
@@ -113,6 +132,8 @@ def test_an_old_file_that_was_linked_just_now_is_no_left_over(root):
     assert left_overs(root) == []
     old.unlink()
     assert left_overs(root) == [linked.name]
+    put(root, 300, SaveId(DEAD.run_id, DEAD.ordinal + 1).data_file_name(0), 60)  # the save that linked it
+    assert left_overs(root) == []
 
 
 def test_without_a_sound_manifest_nothing_is_a_left_over(root):

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
+from megatron_datastates.engine import atomic_files
+from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME
@@ -329,6 +332,27 @@ def test_a_requeued_job_does_not_remove_what_its_predecessor_is_about_to_name(ru
     assert_holds(runs.directory, 1)
 
 
+def test_what_a_stalled_job_publishes_while_another_removes_what_was_left_stays(runs, monkeypatch):
+    """Both waited for storage that hung for an hour, and go on at one time."""
+    assert runs.start(0, 1).wait() is Outcome.PUBLISHED
+    about_to_rename = runs.directory / ".datastates-manifest.tmp"
+    (runs.directory / MANIFEST_NAME).rename(about_to_rename)
+    for path in runs.directory.iterdir():
+        os.utime(path, (0, 0))
+    look = atomic_files._runs_under_way
+
+    def meanwhile(*arguments: object) -> set[int]:
+        under_way = look(*arguments)
+        assert not under_way
+        about_to_rename.rename(runs.directory / MANIFEST_NAME)
+        return under_way
+
+    monkeypatch.setattr(atomic_files, "_runs_under_way", meanwhile)
+    assert runs.start(1, 2).wait() is Outcome.PUBLISHED
+    assert_holds(runs.directory, 1)
+    assert verify(runs.directory).good
+
+
 @pytest.mark.parametrize("order", ["aabb", "abab", "abba", "baab", "baba", "bbaa"])
 def test_two_runs_that_save_in_turns_leave_a_whole_checkpoint(runs, order):
     """Whatever was published last is what loads."""
@@ -394,6 +418,29 @@ def test_a_save_that_publishes_beside_a_removal_of_keys_stays(tmp_path, monkeypa
         "c": [1.0] * 8,
     }
     assert sum(name.startswith("index-") for name in os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("what", ["keys", "optimizer"])
+def test_a_save_that_publishes_while_what_replaces_an_older_one_is_synced_stays(tmp_path, monkeypatch, what):
+    saver, point = new_saver(), Faults.point
+    save(saver, tmp_path, {"a": torch.zeros(8), "optimizer.b": torch.zeros(8)})
+
+    def late(faults: Faults, name: str) -> None:
+        if name == "rename manifest":
+            monkeypatch.setattr(Faults, "point", point)
+            save(saver, tmp_path, {"a": torch.ones(8), "c": torch.ones(8)})
+        point(faults, name)
+
+    plan = plan_drop(tmp_path)
+    monkeypatch.setattr(Faults, "point", late)
+    with pytest.raises(StorageError, match=r"a save(, or another removal of keys,)? has published into it"):
+        remove_keys(tmp_path, "optimizer.") if what == "keys" else drop_optimizer(plan)
+    saver.close()
+    assert {name: tensor.tolist() for name, tensor in ds.load(tmp_path).items()} == {
+        "a": [1.0] * 8,
+        "c": [1.0] * 8,
+    }
+    assert len(list(tmp_path.iterdir())) == 3, "nothing is left of what was not published"
 
 
 def test_an_index_that_another_removal_of_the_same_keys_has_published_stays(tmp_path, monkeypatch):

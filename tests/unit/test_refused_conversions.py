@@ -363,6 +363,19 @@ def test_a_target_within_its_source_is_refused(name: str, tmp_path: Path) -> Non
     assert os.listdir(tmp_path / "source") == before
 
 
+@pytest.mark.parametrize("name", ["", "kept.tmp"])
+def test_a_source_where_the_target_is_made_is_not_emptied(name: str, tmp_path: Path) -> None:
+    """A kill right before the last step leaves a complete checkpoint of such a name."""
+    source = tmp_path / "made" / ".target.converting" / name
+    save_with_dcp(source, {"a": torch.ones(3)})
+    (tmp_path / "link").symlink_to(source)
+    before = os.listdir(source)
+    for given in (source, tmp_path / "link"):
+        with pytest.raises(StorageError, match=r"\.converting, where .*made/target is made: rename it"):
+            convert_to(given, tmp_path / "made" / "target")
+    assert os.listdir(source) == before
+
+
 @pytest.mark.parametrize("name", ["self", "modelopt/self"])
 def test_a_link_to_a_directory_that_it_is_in_is_refused_by_name(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -452,7 +465,27 @@ def test_a_directory_that_another_conversion_has_made_anew_since_it_was_opened_i
             locked_work_directory(path, tmp_path / "target", ()),
         ):
             pass
-        assert os.listdir(path) == ["__0_0.distcp"]
+        assert (path / "__0_0.distcp").read_bytes() == b"half"
+    assert not os.listdir(tmp_path)
+
+
+def test_where_locks_are_of_one_node_a_conversion_that_lost_its_files_makes_no_target(
+    by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another node has emptied the directory, and is writing there."""
+    path, rename = tmp_path / ".target.converting", job.rename_to_target
+    monkeypatch.setattr(work_directory, "lock", lambda descriptor: True)
+    with contextlib.ExitStack() as other:
+
+        def rename_late(*arguments: Any) -> None:
+            other.enter_context(locked_work_directory(path, tmp_path / "target", ()))
+            (path / "__0_0.distcp").write_bytes(b"half")
+            rename(*arguments)
+
+        monkeypatch.setattr(job, "rename_to_target", rename_late)
+        with pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "):
+            convert_to(by_dcp, tmp_path / "target")
+        assert (path / "__0_0.distcp").read_bytes() == b"half", "which goes on"
     assert not os.listdir(tmp_path)
 
 

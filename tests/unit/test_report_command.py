@@ -403,6 +403,15 @@ def test_a_picture_by_another_name_than_png_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x.svg").exists()
 
 
+def test_a_report_that_is_read_is_not_replaced_by_its_page(tmp_path: Path) -> None:
+    (tmp_path / "report.jsonl").write_bytes(before := Path(RUN).read_bytes())
+    code, out, err = run(
+        "report", tmp_path / "report.jsonl", "--html", tmp_path / ".." / tmp_path.name / "report.jsonl"
+    )
+    assert (code, out) == (2, "") and "it is one of the files that are read" in err
+    assert (tmp_path / "report.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize("option", ["--png", "--html"])
 def test_a_misspelt_directory_is_not_made(option: str, tmp_path: Path) -> None:
     code, out, err = run("report", RUN, option, tmp_path / "typo" / "x")

@@ -199,6 +199,16 @@ def test_a_deletion_takes_the_manifest_first(root: Path) -> None:
     assert left == [["data"]]
 
 
+def test_retention_leaves_a_checkpoint_that_was_moved_elsewhere(root: Path, tmp_path_factory, caplog) -> None:
+    """Its manifest went, and Megatron, which deletes no link, left the rest: no checkpoint any more."""
+    (root / TRACKER_NAME).write_text("200")
+    elsewhere = tmp_path_factory.mktemp("archive") / "iter_0000100"
+    (root / "iter_0000100").rename(elsewhere)
+    (root / "iter_0000100").symlink_to(elsewhere)
+    assert not deleted(root, 100)
+    assert (elsewhere / OURS).exists() and "is not deleted: it is a link" in caplog.text
+
+
 def test_the_garbage_collector_runs_during_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron switches it off in the process that it forks for a deletion."""
     checkpointing = pytest.importorskip("megatron.training.checkpointing")

@@ -192,6 +192,8 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
             tracked = _tracked_soon(root / TRACKER_NAME)
             if tracked == iteration_to_delete:
                 logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
+            elif directory.is_symlink():  # Megatron deletes no link, but the manifest would go
+                logger.warning("%s is not deleted: it is a link", directory)
             elif tracked is None or not is_complete(root / iteration_name(tracked)):
                 logger.warning(
                     "%s is not deleted: the checkpoint that the tracker names is not complete", directory

@@ -146,7 +146,8 @@ def _put_back(folder: Path, manifest: bytes) -> None:
 def _remove_unused(directory: Path) -> None:
     """Removes what Megatron made for a save that stayed near, unless there is more than that."""
     with contextlib.suppress(OSError):
-        if set(os.listdir(directory)) <= {COMMON_FILE, METADATA_NAME}:
-            for name in os.listdir(directory):
+        names = os.listdir(directory)  # once: another job may begin to save there
+        if set(names) <= {COMMON_FILE, METADATA_NAME}:
+            for name in names:
                 (directory / name).unlink()
             directory.rmdir()

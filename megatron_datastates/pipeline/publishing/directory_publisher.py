@@ -20,7 +20,7 @@ import msgspec
 from megatron_datastates.engine.atomic_files import remove_replaced, sync_directory, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, is_object, sha256_of
+from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, is_object, sha256_of, status_when_opened
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -123,8 +123,11 @@ class DirectoryPublisher:
         try:
             # What is in place by now may be another job's manifest, which shares a file of unchanged tensors
             # with the one that was replaced. If that cannot be read, nothing is removed.
+            in_place = None if is_object(path) else status_when_opened(path)
             keep = manifest.names | files_in_manifest(path, encoded)
-            remove_replaced(directory, keep, self._save_id, replaced, self._superseded, manifest.continued)
+            remove_replaced(
+                directory, keep, self._save_id, replaced, self._superseded, manifest.continued, in_place
+            )
         except OSError as error:
             logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
 

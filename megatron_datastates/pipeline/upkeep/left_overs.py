@@ -1,16 +1,17 @@
 """Files that killed saves have left beside a checkpoint that is kept, and their removal.
 
 Left-overs are in the directory of a complete checkpoint that is kept: data files, indexes and temporary
-files of saves that its manifest does not name. They are removed if nothing of their save is younger than
+files of saves that its manifest does not name. They are removed if nothing of their run is younger than
 MIN_AGE_SECONDS:
   1. read the manifest, then sync the directory: a crash must not bring back an older one that names them;
   2. right before each file is removed, check again that the manifest is the same, and how old the file is.
 A save checks before and after it writes its manifest that all its files are there. So a save that was
 silent for longer than MIN_AGE_SECONDS and continues just then fails rather than lose files unseen (except
-between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
+between the check of step 2 and the removal). Ages are by this machine's clock and the file system's; where
+this machine's is ahead, what is removed has to be older by as much.
 
 In an object store, uploads in parts that have not ended are left-overs, too: they are aborted, wherever below
-the run they are. A drain whose upload is aborted begins again. Parts of an upload count as files of its save.
+the run they are. A drain whose upload is aborted begins again. Parts of an upload count as files of its run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import METADATA_BYTES, changed_at, is_object, read_regular
 from megatron_datastates.format.directory import REMOVAL_NAME
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name, save_id_in_name
 from megatron_datastates.pipeline.publishing.presence import names_in_manifest
 
 
@@ -39,7 +41,7 @@ class UnnamedFile:
 
     path: Path
     bytes: int
-    age_seconds: float  # of the youngest file of its save in its directory
+    age_seconds: float  # of the youngest file of its run in its directory, that no manifest names
     upload: stores.Upload | None = None  # that has not ended: there is no such object
 
 
@@ -51,26 +53,43 @@ def age_text(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
+def clock_ahead(directory: Path) -> float:
+    """Returns by how many seconds this machine's clock is ahead of a file system's, if that can be seen.
+
+    Less than a second counts as none: file systems take the time of the last tick.
+    """
+    if is_object(directory):
+        return 0.0
+    with contextlib.suppress(OSError):
+        now = time.time()
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".datastates-clock-", suffix=".tmp") as file:
+            ahead = now - os.fstat(file.fileno()).st_mtime
+        return ahead if ahead >= 1.0 else 0.0
+    return 0.0
+
+
 def unnamed_files(path: Path) -> list[UnnamedFile]:
     """Returns the files in our format that a directory's manifest does not name; all if it has none."""
     named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
     found = {name: one for name, one in _own_files(path).items() if name not in named}
     last_change = _last_parts(path) if found else {}
     for name, (_, at) in found.items():
-        last_change[_save_of(name)] = max(last_change.get(_save_of(name), 0.0), at)
+        last_change[_run_of(name)] = max(last_change.get(_run_of(name), 0.0), at)
     now = time.time()
     return [
-        UnnamedFile(path / name, size, now - last_change[_save_of(name)])
+        UnnamedFile(path / name, size, now - last_change[_run_of(name)])
         for name, (size, _) in sorted(found.items())
     ]
 
 
-def _save_of(name: str) -> SaveId | str:
-    return save_id_in_name(name) or name
+def _run_of(name: str) -> int | str:
+    """Returns whose files are as old as the youngest: a save may have linked files of earlier ones."""
+    save = save_id_in_name(name)
+    return name if save is None else save.run_id
 
 
-def _last_parts(path: Path) -> dict[SaveId | str, float]:
-    """Returns, by save, when the last part of an upload to a directory came that has not ended."""
+def _last_parts(path: Path) -> dict[int | str, float]:
+    """Returns, by run, when the last part of an upload to a directory came that has not ended."""
     if not is_object(path):
         return {}
     try:
@@ -80,7 +99,7 @@ def _last_parts(path: Path) -> dict[SaveId | str, float]:
             raise
         return {}
     uploads.sort(key=lambda upload: upload.changed_at)
-    return {_save_of(upload.path.name): upload.changed_at for upload in uploads}
+    return {_run_of(upload.path.name): upload.changed_at for upload in uploads}
 
 
 def _own_files(path: Path) -> dict[str, tuple[int, float]]:
@@ -185,19 +204,20 @@ def remove_left_overs(
     points, gone = Faults(faults), [] if gone is None else gone
     for directory in dict.fromkeys(file.path.parent for file in left_overs):
         files = [file for file in left_overs if file.path.parent == directory]
+        least_age = min_age_seconds + clock_ahead(directory)
         try:
             _abort([file for file in files if file.upload], min_age_seconds, points, gone)
             if all(file.upload for file in files):
                 continue
             manifest = content_of(directory / MANIFEST_NAME)
             named = names_in_manifest(manifest)  # what looked for names may have failed to read it
-            still = {file.path for file in unnamed_files(directory) if file.age_seconds >= min_age_seconds}
+            still = {file.path for file in unnamed_files(directory) if file.age_seconds >= least_age}
             if not is_object(directory):
                 sync_directory(directory)
             for file in files:
                 if not file.upload and file.path in still and file.path.name not in named:
                     points.point("look at left-over")
-                    if _may_go(file.path, manifest, min_age_seconds):
+                    if _may_go(file.path, manifest, least_age):
                         points.point("remove left-over")
                         with contextlib.suppress(FileNotFoundError):
                             file.path.unlink()
@@ -233,7 +253,7 @@ def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
     if manifest is None or content_of(path.parent / MANIFEST_NAME) != manifest:
         return False
     try:
-        changed = max(changed_at(path.lstat()), _last_parts(path.parent).get(_save_of(path.name), 0.0))
+        changed = max(changed_at(path.lstat()), _last_parts(path.parent).get(_run_of(path.name), 0.0))
         return time.time() - changed >= min_age_seconds
     except FileNotFoundError:
         return False

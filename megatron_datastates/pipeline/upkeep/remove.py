@@ -52,16 +52,20 @@ def _publish(path: Path, manifest: Manifest, encoded: bytes) -> None:
     entry = index_entry(encoded)
     changed = msgspec.structs.replace(manifest, index=entry, format_version=FORMAT_VERSION)
     write_whole(path / entry.name, encoded, Faults(""), manifest.save_id)
-    found = None
-    with contextlib.suppress(NotACheckpointError):  # it was removed meanwhile
-        found = read_manifest(path)
-    if found is None or is_another(found, manifest):
-        if found is None or found.index.name != entry.name:
-            (path / entry.name).unlink(missing_ok=True)
-        raise StorageError(
-            f"no keys were removed from {path}: a save, or another removal of keys, has published into it "
-            "meanwhile; remove them again if they are still to go"
-        )
-    write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""), manifest.save_id)
+
+    def require_unchanged() -> None:
+        found = None
+        with contextlib.suppress(NotACheckpointError):  # it was removed meanwhile
+            found = read_manifest(path)
+        if found is None or is_another(found, manifest):
+            if found is None or found.index.name != entry.name:
+                (path / entry.name).unlink(missing_ok=True)
+            raise StorageError(
+                f"no keys were removed from {path}: a save, or another removal of keys, has published into "
+                "it meanwhile; remove them again if they are still to go"
+            )
+
+    manifest_path, content = path / MANIFEST_NAME, changed.encode()
+    write_whole(manifest_path, content, Faults(""), manifest.save_id, before_rename=require_unchanged)
     if entry.name != manifest.index.name:
         (path / manifest.index.name).unlink(missing_ok=True)
