@@ -47,7 +47,12 @@ def locked_work_directory(path: Path, target: Path, other_names: Collection[str]
             raise _another_makes(target)
         _empty(path, other_names)
         claim = path / f"{_CLAIM}{secrets.token_hex(8)}.tmp"
-        claim.touch()
+        try:
+            claim.touch()
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            raise
         try:
             yield claim.name
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fractions
 import inspect
@@ -487,6 +488,18 @@ def test_where_locks_are_of_one_node_a_conversion_that_lost_its_files_makes_no_t
         with pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "):
             convert_to(by_dcp, tmp_path / "target")
         assert (path / "__0_0.distcp").read_bytes() == b"half", "which goes on"
+    assert not os.listdir(tmp_path)
+
+
+def test_a_conversion_for_whose_claim_there_is_no_room_leaves_nothing(
+    by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert_to(by_dcp, tmp_path / "runs" / "target")
     assert not os.listdir(tmp_path)
 
 
