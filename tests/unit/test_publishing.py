@@ -639,7 +639,7 @@ def test_where_many_ranks_hang_some_of_them_say_so(monkeypatch, caplog, ranks):
         one.look(7, "nothing was written")
         one.look(7, "nothing was written", len(ranks))
     assert 8 <= len(caplog.messages) <= 32
-    like = f"like {len(ranks) - 1} other ranks, keeps all others waiting"
+    like = f"like {len(ranks) - 1} others, keeps all others waiting"
     assert all(like in line for line in caplog.messages)
 
 

@@ -50,7 +50,7 @@ class Lateness:
                 self._what,
                 self._rank,
                 socket.gethostname(),
-                f", like {late - 1} other ranks," if late > 1 else "",
+                f", like {late - 1} other{'s' if late > 2 else ''}," if late > 1 else "",
                 doing,
                 now - self._since,
             )
