@@ -67,8 +67,8 @@ def write_whole(
             be synced) `data`.
     """
     if is_object(path):
-        faults.point(f"write {_kind(path)}")
         before_rename()
+        faults.point(f"write {_kind(path)}")  # of the request: what has failed may still be carried out
         stores.write(path, data)
         on_renamed()
         faults.point(f"durable {_kind(path)}")
