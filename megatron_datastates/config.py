@@ -163,8 +163,8 @@ class Options:
         True,
         _on_off,
         "on|off",
-        "bypass the page cache where the file system allows it, except for loads of what several ranks of a "
-        "node request (default on)",
+        "bypass the page cache where the file system allows it, except for loads of objects, and of what "
+        "several ranks of a node request (default on)",
     )
     checksums: bool = _option(
         True, _on_off, "on|off", "store a CRC-32C for every MiB, computed while writing (default on)"

@@ -149,8 +149,9 @@ nb::object MeasureStorages(const nb::list& storages, nb::handle address_of) {
   sizes.reserve(storages.size());
   for (nb::handle storage : storages) {
     const Py_ssize_t bytes = PyObject_Size(storage.ptr());
+    if (bytes < 0) throw nb::python_error();
     const nb::object address = nb::steal(PyObject_CallOneArg(address_of.ptr(), storage.ptr()));
-    if (bytes < 0 || !address.is_valid()) throw nb::python_error();
+    if (!address.is_valid()) throw nb::python_error();
     sizes.push_back(static_cast<uint64_t>(bytes));
     addresses.push_back(nb::cast<uint64_t>(address));
   }

@@ -390,8 +390,9 @@ void SaveJob::Remove() {
     if (file_ == nullptr && !durable_) return;  // never made, or removed before
     closed = std::move(file_);
   }
+  const bool is_named = closed == nullptr || closed->IsAtItsName();
   closed.reset();  // before the name goes: NFS would keep an open file under another one
-  unlink(path_.c_str());
+  if (is_named) unlink(path_.c_str());
 }
 
 }  // namespace datastates

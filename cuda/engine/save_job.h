@@ -87,7 +87,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Returns the SHA-256s of the blocks of [0, end of data), one after another; block 0 without the header.
   // Call it after kWritten.
   std::vector<uint8_t> BlockDigests() const;
-  // Closes and removes the file. Call it after kReleased.
+  // Closes the file and removes it, if it still has its name. Call it after kReleased.
   void Remove();
 
   // Takes the samples of a fenced batch, before anything of it is queued. Returns whether copies of samples

@@ -35,6 +35,8 @@ class DataFile {
   void Truncate(uint64_t bytes);
   void Sync();
 
+  // Whether the name is still this file's: another program may have removed it, and made another one.
+  bool IsAtItsName() const;
   bool direct() const { return direct_; }
   bool discards() const { return discard_; }
 

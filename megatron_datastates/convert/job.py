@@ -36,7 +36,11 @@ from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.uploads import publish_uploaded, upload_files
 from megatron_datastates.convert.verification import verify_conversion
-from megatron_datastates.convert.work_directory import locked_work_directory, rename_to_target
+from megatron_datastates.convert.work_directory import (
+    locked_work_directory,
+    rename_to_target,
+    require_claim,
+)
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import OptionError
@@ -101,6 +105,8 @@ def convert(
             written = dict(pair for part in parts for pair in part)
             team.on_rank_zero(lambda: _copy_others(plan))
             team.on_every_rank(plan.source.require_unchanged)
+            if not is_far:
+                team.on_rank_zero(lambda: require_claim(plan.work_directory, plan.target, claim))
             team.on_rank_zero(lambda: sink.publish([written[n] for n in range(len(plan.files))]))
         finally:
             sink.close()

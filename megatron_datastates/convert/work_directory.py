@@ -2,7 +2,8 @@
 
 What no conversion of the same source makes is never deleted. Some network file systems have no locks, or
 locks of one node: there, two conversions may empty the directory. So each has a claim in it, a file of its
-own; one that does not find its claim alone makes no target. Of two, one at most does, and perhaps neither.
+own; one that does not find its claim alone publishes nothing there, and makes no target. Of two, one at most
+does, and perhaps neither.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ def locked_work_directory(path: Path, target: Path, other_names: Collection[str]
             raise _another_makes(target)
         _empty(path, other_names)
         claim = path / f"{_CLAIM}{secrets.token_hex(8)}.tmp"
-        claim.touch()
+        try:
+            claim.touch()
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            raise
         try:
             yield claim.name
         finally:
@@ -104,6 +110,15 @@ def _remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
     shutil.rmtree(directory, ignore_errors=ignore_errors)
 
 
+def require_claim(work_directory: Path, target: Path, claim: str) -> None:
+    """Raises StorageError if another conversion to the target has used the directory meanwhile."""
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError):  # the other one has finished
+        names = os.listdir(work_directory)
+    if [name for name in names if name.startswith(_CLAIM)] != [claim]:
+        raise _another_makes(target)
+
+
 def rename_to_target(work_directory: Path, target: Path, claim: str) -> None:
     """Renames the complete directory to the target, durably.
 
@@ -111,8 +126,7 @@ def rename_to_target(work_directory: Path, target: Path, claim: str) -> None:
         StorageError: the target exists, or another conversion has used the directory meanwhile.
     """
     refuse_target(target)
-    if [name for name in os.listdir(work_directory) if name.startswith(_CLAIM)] != [claim]:
-        raise _another_makes(target)
+    require_claim(work_directory, target, claim)
     work_directory.rename(target)
     (target / claim).unlink()
     sync_directory(target)

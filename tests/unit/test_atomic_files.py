@@ -13,7 +13,7 @@ import pytest
 from megatron_datastates.engine import atomic_files
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import OptionError
+from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST, METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
 
@@ -210,6 +210,18 @@ def test_a_failure_names_the_file_and_leaves_no_other(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         write_whole(path, b"data", NONE, SAVE)
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_refused_right_before_it_gets_its_name_leaves_no_other_file(tmp_path):
+    path = tmp_path / MANIFEST_NAME
+    path.write_bytes(b"of another save")
+
+    def refuse():
+        raise StorageError("a save has published meanwhile")
+
+    with pytest.raises(StorageError):
+        write_whole(path, b"data", NONE, SAVE, before_rename=refuse)
+    assert path.read_bytes() == b"of another save" and os.listdir(tmp_path) == [MANIFEST_NAME]
 
 
 def test_two_runs_write_the_same_file_at_once(tmp_path, monkeypatch):

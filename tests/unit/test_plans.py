@@ -72,6 +72,12 @@ def test_addresses_are_those_of_the_first_elements() -> None:
         assert memory.addresses.tolist()[1] == view.data_ptr()
 
 
+def test_what_has_no_size_is_an_error_that_says_so() -> None:
+    """And no SystemError of the call that would follow."""
+    with pytest.raises(TypeError, match="has no len"):
+        exchange.measured([object()])
+
+
 def test_a_dtype_that_dlpack_has_no_word_for_is_compared_by_attributes() -> None:
     plans = Plans(4)
     quantized = torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.quint8)

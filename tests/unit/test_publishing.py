@@ -627,14 +627,20 @@ def test_the_rank_whose_storage_hangs_says_so(tmp_path, monkeypatch, caplog, fau
     assert all(str(tmp_path / "c") in line for line in found)
 
 
-def test_where_many_ranks_hang_some_of_them_say_so(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "ranks",
+    [range(4096), range(0, 1024, 4), range(3, 1024, 4), range(4, 4096, 16), range(512, 4096, 72)],
+    ids=["all", "the first of each node", "the last", "of larger nodes", "of odd groups"],
+)
+def test_where_many_ranks_hang_some_of_them_say_so(monkeypatch, caplog, ranks):
     monkeypatch.setattr(lateness, "LATE_SECONDS", 0.0)
-    for rank in range(4096):
+    for rank in ranks:
         one = lateness.Lateness("c", rank)
         one.look(7, "nothing was written")
-        one.look(7, "nothing was written", 4096)
+        one.look(7, "nothing was written", len(ranks))
     assert 8 <= len(caplog.messages) <= 32
-    assert all("like 4095 other ranks, keeps all others waiting" in line for line in caplog.messages)
+    like = f"like {len(ranks) - 1} others, keeps all others waiting"
+    assert all(like in line for line in caplog.messages)
 
 
 def test_what_hangs_is_logged_again_after_twice_the_time(monkeypatch, caplog):

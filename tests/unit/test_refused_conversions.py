@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import fractions
 import inspect
@@ -37,6 +38,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from megatron_datastates.format.values import MANIFEST_NAME
 from tests.support.capabilities import bound_by_permissions
 from tests.unit.command import run
 from tests.unit.converting import LEAST, convert_to, save_with_dcp
@@ -487,6 +489,49 @@ def test_where_locks_are_of_one_node_a_conversion_that_lost_its_files_makes_no_t
             convert_to(by_dcp, tmp_path / "target")
         assert (path / "__0_0.distcp").read_bytes() == b"half", "which goes on"
     assert not os.listdir(tmp_path)
+
+
+def test_a_conversion_for_whose_claim_there_is_no_room_leaves_nothing(
+    by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "touch", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert_to(by_dcp, tmp_path / "runs" / "target")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "datastates"])
+@pytest.mark.parametrize("late", ["while it writes a file", "before it publishes"])
+def test_where_locks_are_of_one_node_a_conversion_leaves_the_files_of_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, late: str
+) -> None:
+    """The other one goes on, and made a target that lacked a file, or had the index of this one."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    path, names = tmp_path / ".target.converting", ("__0_0.distcp", ".metadata", MANIFEST_NAME)
+    save_with_dcp(source, {"large": torch.ones(12 * MIB)})
+    monkeypatch.setattr(work_directory, "lock", lambda descriptor: True)
+    plan = plan_conversion(open_source(source), target, format=format)
+    with contextlib.ExitStack() as other:
+
+        def begin_other() -> None:
+            other.enter_context(locked_work_directory(path, target, ()))
+            for name in names:
+                (path / name).write_bytes(b"half")
+
+        def interrupt(bytes_done: int) -> None:
+            if late == "while it writes a file":
+                begin_other()
+                raise KeyboardInterrupt
+
+        if late == "before it publishes":
+            monkeypatch.setattr(plan.source, "require_unchanged", begin_other)
+        with pytest.raises((StorageError, KeyboardInterrupt)):
+            convert(plan, LEAST, progress=interrupt)
+        assert [(path / name).read_bytes() for name in names] == 3 * [b"half"]
+    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])

@@ -24,8 +24,6 @@ from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import BACKEND
 
 logger = logging.getLogger(__name__)
-_DEVICE = Path("/dev/nvidiactl")  # where there is a GPU, and not only a stand-in for torch.cuda
-_IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
 _PREFIX = "--datastates-"
 _NEAR_FOLDER = "datastates-near"  # of the node's directory for temporary files
 _has_set_structure = False  # whether `set_dependent_arguments` has set --ckpt-assume-constant-structure

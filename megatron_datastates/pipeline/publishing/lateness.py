@@ -6,10 +6,10 @@ no checkpoint is published any more. So the rank itself says it, with the name o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 import time
-import zlib
 
 logger = logging.getLogger(__name__)
 LATE_SECONDS = 60.0
@@ -28,8 +28,8 @@ class Lateness:
         self._seen: object = None
         self._since = 0.0
         self._next = LATE_SECONDS  # of standing still, until it is logged
-        # From 0 to 1; not random, as training has the random numbers.
-        self._draw = zlib.crc32(str(rank).encode()) / 0xFFFFFFFF
+        # From 0 to 1; not random, as training has the random numbers. CRCs of every fourth rank are alike.
+        self._draw = int.from_bytes(hashlib.sha256(b"%d" % rank).digest()[:8]) / (1 << 64)
 
     def look(self, moved: object, doing: str, late: int = 1) -> None:
         """Logs that nothing has moved for LATE_SECONDS; again after twice the time, and so on.
@@ -50,7 +50,7 @@ class Lateness:
                 self._what,
                 self._rank,
                 socket.gethostname(),
-                f", like {late - 1} other ranks," if late > 1 else "",
+                f", like {late - 1} other{'s' if late > 2 else ''}," if late > 1 else "",
                 doing,
                 now - self._since,
             )
