@@ -96,9 +96,13 @@ def near_root(option: str | os.PathLike[str]) -> Path:
     return root.absolute()
 
 
-def near_run(root: Path, run: Path) -> Path:
-    """Returns the folder of a run in a near tier, by the directory that holds its checkpoints."""
-    real = str(run) if is_object(run) else os.path.realpath(run)
+def near_run(root: Path, run: Path, *, follows_links: bool = True) -> Path:
+    """Returns the folder of a run in a near tier, by the directory that holds its checkpoints.
+
+    Args:
+        follows_links: in the path of that directory, which is looked at for them.
+    """
+    real = os.path.realpath(run) if follows_links and not is_object(run) else str(run)
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()[:_HASH_DIGITS]
     return root / f"{Path(real).name}-{digest}"
 
