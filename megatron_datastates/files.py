@@ -161,7 +161,12 @@ def status_of(path: Path) -> Status | None:
 def status_when_opened(path: Path) -> Status:
     """Returns what `status_of` does, of a regular file: a client of NFS asks the server. Raises OSError."""
     with open_regular(path) as file:
-        found = os.fstat(file.fileno())
+        return status_of_open(file)
+
+
+def status_of_open(file: BinaryIO) -> Status:
+    """Returns what `status_of` does, of an open file. Raises OSError."""
+    found = os.fstat(file.fileno())
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -370,7 +370,7 @@ def test_saves_into_a_near_tier_do_not_wait_for_save_while_that_hangs(
         pass
     monkeypatch.undo()
     answers.set()
-    assert near._making is not None and near._making.join(10.0) and made == ["hangs"]
+    assert near._storage.is_answered(10.0) and made == ["hangs"]
 
 
 def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(

@@ -11,7 +11,6 @@ multi-storage client are Megatron's.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import logging
@@ -34,7 +33,7 @@ from megatron_datastates.mcore.training.arguments import msc_is_enabled
 from megatron_datastates.pipeline.near.places import read_published, remove_folder, save_ids_in
 from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.background import Answers
 
 logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 5.0  # for --save, once
@@ -44,7 +43,7 @@ _NOTE = "on_save_checkpoint_success"  # Megatron's function that reports a check
 _is_on = False
 _is_ours = False
 _is_out_of_reach = False
-_making: BackgroundThread | None = None  # the last one that has made a directory in --save, or hangs
+_storage = Answers()  # that of --save
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _numbers = itertools.count()  # of saves, in the order in which they began
@@ -114,7 +113,7 @@ def _without_directory(save: str) -> Iterator[None]:
         if not can_do_without:
             making()  # this release writes a file of its own there
             return
-        error = _made_soon(making) if _is_on else _made(making)
+        error = _error_of(functools.partial(_storage.get, making, _PATIENCE_SECONDS) if _is_on else making)
         if error is None:
             _is_out_of_reach = False
             return
@@ -136,28 +135,12 @@ def _without_directory(save: str) -> Iterator[None]:
             serialization.maybe_msc = client
 
 
-def _made(make: Callable[[], None]) -> OSError | None:
+def _error_of(make: Callable[[], None]) -> OSError | None:
     try:
         make()
     except OSError as error:
         return error
     return None
-
-
-def _made_soon(make: Callable[[], None]) -> OSError | None:
-    """Makes a directory in --save, but does not let the trainer wait for storage that hangs."""
-    global _making
-    error = OSError(errno.ETIMEDOUT, "no answer")
-    if _making is not None and not _making.join(0.0):
-        return error
-    found: list[OSError | None] = []
-    thread = BackgroundThread(lambda: found.append(_made(make)))
-    try:
-        thread.start()
-    except RuntimeError:  # no thread can be started
-        return _made(make)
-    _making = thread
-    return found[0] if thread.join(_PATIENCE_SECONDS) and found else error
 
 
 class _Unreachable:

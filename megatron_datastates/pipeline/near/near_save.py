@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.near.places import published_in
+from megatron_datastates.pipeline.near.places import Published
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 
 
@@ -37,10 +37,14 @@ class NearSave:
     tracker_attempts: int = 0  # to make the tracker name it
     failed_at: float = 0.0  # the last attempt to publish it; by time.monotonic
     overtaken_by: str = ""  # name of a newer save that was published before it
-    seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
+    seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes of them that have arrived
     found: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
+    published_far: Published = dataclasses.field(init=False)
     copied_bytes: int = 0
     copied_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.published_far = Published(self.far)
 
     @property
     def name(self) -> str:
@@ -50,7 +54,7 @@ class NearSave:
     @property
     def is_far(self) -> bool:
         """Whether the checkpoint's directory has this save now, or a later one: others may take its place."""
-        return self.is_superseded or published_in(self.far) == self.save_id
+        return self.is_superseded or self.published_far.now() == self.save_id
 
     def report(self) -> dict[str, Any]:
         """Returns the report of a save that has become far; docs/reports.md lists the fields."""

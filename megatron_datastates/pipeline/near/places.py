@@ -30,11 +30,14 @@ import msgspec
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.files import (
     MANIFEST_BYTES,
+    Status,
     is_object,
     names_in,
+    open_regular,
     path_of,
     put_back,
     read_regular,
+    status_of_open,
 )
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
@@ -96,9 +99,13 @@ def near_root(option: str | os.PathLike[str]) -> Path:
     return root.absolute()
 
 
-def near_run(root: Path, run: Path) -> Path:
-    """Returns the folder of a run in a near tier, by the directory that holds its checkpoints."""
-    real = str(run) if is_object(run) else os.path.realpath(run)
+def near_run(root: Path, run: Path, *, follows_links: bool = True) -> Path:
+    """Returns the folder of a run in a near tier, by the directory that holds its checkpoints.
+
+    Args:
+        follows_links: in the path of that directory, which is looked at for them.
+    """
+    real = os.path.realpath(run) if follows_links and not is_object(run) else str(run)
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()[:_HASH_DIGITS]
     return root / f"{Path(real).name}-{digest}"
 
@@ -153,17 +160,20 @@ def occupied_bytes(folder: Path, save_id: SaveId) -> int:
         return 0
 
 
-def arrived_bytes(folder: Path, save_id: SaveId) -> int:
-    """Returns the sizes of all files of a save in a folder, also of unfinished copies. Raises OSError."""
+def arrived_bytes(folder: Path, save_id: SaveId, known: Collection[str]) -> int:
+    """Returns the sizes of a save's files in a folder, also of unfinished copies, but for `known` names.
+
+    Raises OSError.
+    """
     if is_object(folder) or not folder.is_dir():  # an object shows nothing of what has arrived
         return 0
-    return sum(file.st_size for file in _files_of(folder, save_id))
+    return sum(file.st_size for file in _files_of(folder, save_id, known))
 
 
-def _files_of(folder: Path, save_id: SaveId) -> Iterator[os.stat_result]:
+def _files_of(folder: Path, save_id: SaveId, known: Collection[str] = ()) -> Iterator[os.stat_result]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if save_id_in_name(entry.name) == save_id:
+            if entry.name not in known and save_id_in_name(entry.name) == save_id:
                 with contextlib.suppress(FileNotFoundError):
                     yield entry.stat(follow_symlinks=False)
 
@@ -195,6 +205,30 @@ def read_published(folder: Path) -> SaveId | None:
     try:
         return Manifest.decode_save_id(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
     except (FileNotFoundError, NotADirectoryError, DataStatesError):  # also of a later release
+        return None
+
+
+class Published:
+    """The save that is published in a folder, for who looks often: a manifest is read once.
+
+    With many ranks it has megabytes, and each node looks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: tuple[Status, SaveId] | None = None  # of the last manifest that was read
+
+    def now(self) -> SaveId | None:
+        """Returns what `published_in` does. Each time, a client of NFS asks the server for the file."""
+        if is_object(self._folder):
+            return published_in(self._folder)
+        path = self._folder / MANIFEST_NAME
+        with contextlib.suppress(OSError, DataStatesError):
+            with open_regular(path, MANIFEST_BYTES) as file:
+                status = status_of_open(file)
+                if self._read is None or self._read[0] != status:
+                    self._read = status, Manifest.decode_save_id(file.read(status[1]), str(self._folder))
+            return self._read[1]
         return None
 
 

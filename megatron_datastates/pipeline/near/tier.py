@@ -5,6 +5,7 @@ Used by the trainer's thread only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -36,9 +37,11 @@ from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_na
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.saving.background import Answers
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 
 logger = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 5.0  # for --save, once
 
 
 class NearTier:
@@ -56,6 +59,7 @@ class NearTier:
         self._node = 0
         self._ranks = local_ranks()  # of the node, as far as known
         self._folders: dict[Path, Path] = {}  # of runs in the near tier, by their directories
+        self._storage = Answers()  # that of --save
         self._failure = ""  # of the last save, if it was in the near tier
         self._is_warned = False
         self._is_ahead = False  # of what the tracker in --save names, as every later save is then
@@ -122,11 +126,16 @@ class NearTier:
     def _run_folder(self, checkpoint: Path) -> Path:
         """Returns the folder of a checkpoint's run in the near tier.
 
-        Links in the path are followed once for all saves: while --save is away, they lead nowhere.
+        Links in the path are followed once for all saves: while --save is away, they lead nowhere. While it
+        hangs, none is followed.
         """
         run = checkpoint.absolute().parent
         if run not in self._folders:
-            self._folders[run] = near_run(self.root, run)
+            try:
+                found = self._storage.get(lambda: near_run(self.root, run), _PATIENCE_SECONDS)
+            except TimeoutError:
+                return near_run(self.root, run, follows_links=False)
+            self._folders[run] = found
         return self._folders[run]
 
     def _lack_of_room(self, context: SaveContext, folder: Path, wanted_bytes: int) -> str:
@@ -143,10 +152,11 @@ class NearTier:
             return max(free_bytes(self.root) - self._unwritten_bytes() + own, 0)
 
         if free() < wanted:
-            run = context.directory.parent
-            tracked = tracked_iteration(run / TRACKER_NAME)
-            if tracked and is_complete(run / iteration_name(tracked)):
-                remove_earlier(folder.parent, tracked, context.save_id.run_id)
+            run, held = context.directory.parent, None
+            with contextlib.suppress(TimeoutError):
+                held = self._storage.get(lambda: _complete_iteration(run), _PATIENCE_SECONDS)
+            if held:
+                remove_earlier(folder.parent, held, context.save_id.run_id)
         found = free()
         if found >= wanted:
             return ""
@@ -164,15 +174,19 @@ class NearTier:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
 
         A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it. An
-        object store is reached through the near tier alone: there the tracker follows with the next drain.
+        object store is reached through the near tier alone: there the tracker follows with the next drain. So
+        it does if --save does not answer now; then the next save asks again.
         """
-        if is_object(checkpoint):
-            return False
         iteration = iteration_in_name(checkpoint.name)
-        if not self._is_ahead and iteration is not None:
-            tracked = tracked_iteration(checkpoint.parent / TRACKER_NAME)
-            self._is_ahead = tracked is None or tracked < iteration
-        return not self._is_ahead and iteration is not None
+        if is_object(checkpoint) or self._is_ahead or iteration is None:
+            return False
+        tracker = checkpoint.parent / TRACKER_NAME
+        try:
+            tracked = self._storage.get(lambda: tracked_iteration(tracker), _PATIENCE_SECONDS)
+        except TimeoutError:
+            return False
+        self._is_ahead = tracked is None or tracked < iteration
+        return not self._is_ahead
 
     def _fall_back(self, directory: Path, reason: str) -> None:
         if is_object(directory):
@@ -255,6 +269,12 @@ class NearTier:
         self.drain.close(abandon=getattr(sys, "last_value", None) is not None)
         if self.replicas is not None:
             self.replicas.close()
+
+
+def _complete_iteration(run: Path) -> int | None:
+    """Returns the iteration that a run's tracker names, if that is complete there."""
+    tracked = tracked_iteration(run / TRACKER_NAME)
+    return tracked if tracked and is_complete(run / iteration_name(tracked)) else None
 
 
 def _is_unwritten(publication: Publication) -> bool:

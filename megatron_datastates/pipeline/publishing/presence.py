@@ -126,14 +126,16 @@ def missing_data_files(directory: Path, manifest: Manifest, seen: set[str] | Non
         seen: names of files that were there before, which are not looked for again; gets new ones.
     """
     seen = set() if seen is None else seen
-    wanted = {name: one for name, one in _data_files(manifest).items() if name not in seen}
+    wanted = _data_files(manifest, seen)
     wrong = _missing(directory, wanted)
     seen.update(wanted.keys() - wrong.keys())
     return list(wrong.values())
 
 
-def _data_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
-    return {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
+def _data_files(manifest: Manifest, seen: Collection[str] = ()) -> dict[str, tuple[int, str]]:
+    return {
+        file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files if file.name not in seen
+    }
 
 
 def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> dict[str, str]:

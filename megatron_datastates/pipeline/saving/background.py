@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from megatron_datastates.pipeline.saving.flag import Flag
 
+T = TypeVar("T")
 # Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does
 # next; an earlier thread would take the GIL from the trainer for milliseconds.
 AFTER_POLL_SECONDS = 0.01
@@ -76,6 +80,46 @@ class BackgroundThread:
         finally:
             del after, function
             self._ended.set()
+
+
+class Answers:
+    """Asks storage that may hang: the trainer waits for an answer for a while, and then does without.
+
+    While one question hangs, none is asked, and none waited for.
+    """
+
+    def __init__(self) -> None:
+        self._asking: BackgroundThread | None = None  # the last one
+
+    def get(self, ask: Callable[[], T], seconds: float) -> T:
+        """Returns what `ask` returns, which is called on a thread; or here, if no thread can be started.
+
+        Raises:
+            TimeoutError: it has not returned after `seconds`, or an earlier question hangs.
+            Exception: what it raises.
+        """
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        if self.is_answered():
+            thread = BackgroundThread(work)
+            try:
+                thread.start()
+            except RuntimeError:
+                return ask()
+            self._asking = thread
+            if thread.join(seconds) and answer.done():  # not in a forked child, which has no such thread
+                return answer.result()
+        raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+    def is_answered(self, seconds: float = 0.0) -> bool:
+        """Waits until no question hangs; returns False if one still does after `seconds`."""
+        return self._asking is None or self._asking.join(seconds)
 
 
 def _yield_to_wakers() -> None:
