@@ -11,7 +11,7 @@ Collective calls, which every rank makes equally often even if it fails:
      anything (training/load.py).
   3. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
   4. load: one sum, of whether a rank restates what it requests (optimizer_layout.py), so that all do:
-     Megatron may compare all keys. The first rank has verified files before, if asked to. If one rank restates,
+     Megatron may compare all keys. The first rank has verified files before, if asked to. If one restates,
      and the group is the world: one exchange of optimizer maps, of which each rank reads a part. A rank that
      fails sends nothing, and the others read what they lack themselves.
   5. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
-from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
+from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
 from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 
@@ -33,7 +33,7 @@ class _LoadCall:
         self._directory = call.arguments["checkpoint_dir"]
 
     def run(self) -> Any:
-        if not may_be_ours(self._directory):
+        if not (is_open(self._directory) or may_be_ours(self._directory)):
             return self._load_elsewhere()
         from megatron_datastates.pipeline.load_report import reported_load
 
