@@ -243,9 +243,9 @@ def test_a_failure_before_an_exchange_reaches_the_ranks_of_all_groups(
 # Besides Megatron's own gather of metadata and the collectives of an exchange.
 @pytest.mark.parametrize(
     ("how", "validated", "sums"),
-    [("plain", True, 1), ("plain", False, 0), ("parallel", True, 2), ("parallel", False, 3)],
+    [("plain", True, 2), ("plain", False, 0), ("parallel", True, 3), ("parallel", False, 4)],
 )
-def test_good_load_costs_a_sum_one_for_an_exchange_and_one_where_megatron_gathers_nothing(
+def test_good_load_costs_two_sums_one_for_an_exchange_and_one_where_megatron_gathers_nothing(
     world: World, saved: Callable[[int], Path], how: str, validated: bool, sums: int
 ) -> None:
     for each in world.run("load_ranks:count_of_good_load", saved(2), how, validated):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from model_ranks import FORMATS, Layout, Training, build, random_values, step, strategies
 from saving_rank import join, make_directory, report
 
+from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore.load import optimizer_layout
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.providers.named import dictionaries
 
 DECOUPLED = 0.5  # the decoupled_lr in test_resume_anywhere.py
@@ -76,7 +78,7 @@ def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], fol
     join()
     place = Path(root, str(number))
     truth = read_truth(place)
-    compared, restated, said = [], [], Announcements()
+    compared, restated, said, maps = [], [], Announcements(), maps_read()
     for turn, layout in enumerate(layouts):
         training = build(layout, how.get("kind", "dp_reshardable"), lambda tensor: tensor.fill_(3.0))
         parallel = how.get("parallel", turn % 2 == 1)
@@ -88,7 +90,20 @@ def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], fol
         # A layout that is not another one has its own replicas, which here differ.
         compared.append(compare(training, truth, layout, main=not said.count))
         restated.append(said.count)
-    report(folder, compared=compared, restated=restated)
+    report(folder, compared=compared, restated=restated, maps=maps)
+
+
+def maps_read() -> list[str]:
+    """Returns the keys of the optimizer maps that this rank reads from now on."""
+    read, plan = list[str](), Checkpoint.plan_objects
+
+    def plan_objects(self: Checkpoint, keys: Iterable[str]) -> Any:
+        keys = list(keys)
+        read.extend(filter(is_optimizer_map, keys))
+        return plan(self, keys)
+
+    Checkpoint.plan_objects = plan_objects  # type: ignore[method-assign]
+    return read
 
 
 def mark(group: dict[str, Any]) -> float:

@@ -66,6 +66,17 @@ def test_dense_state_of_four_ranks_fits_fewer(world: World, tmp_path: Path) -> N
         run(world, tmp_path, "load", 0, layouts, {}, ranks=ranks)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_ranks_read_the_maps_of_all_groups_together(world: World, tmp_path: Path, parallel: bool) -> None:
+    """Else each rank would open a file of each data-parallel group."""
+    run(world, tmp_path, "save", [TP2 | PP2], "dp_reshardable", ranks=4)
+    how = {"parallel": parallel}
+    reports = world.run("anywhere_ranks:load", tmp_path, 0, [CP2 | PP2], how, ranks=4, timeout_seconds=200)
+    own = [report["maps"][0] for report in reports]  # where a rank looks whether it has the stored layout
+    others = [key for report in reports for key in report["maps"][1:]]
+    assert len(others) == len(set(others)) == 4 and set(own) <= set(others)
+
+
 @pytest.mark.parametrize(
     "how",
     [

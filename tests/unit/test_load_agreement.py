@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_datastates.errors import (
     CorruptDataError,
@@ -84,13 +86,55 @@ def test_failures_of_many_ranks_fit_into_memory_together(monkeypatch):
     assert len(pickle.dumps(agreement.failure)) * 16384 < 100 << 20
 
 
-def test_what_any_rank_finds_counts_on_all(monkeypatch):
+def part(rank: int, ranks: int) -> dict[str, int]:
+    return {"rank": rank, "ranks": ranks}
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Two ranks that exchange parts. This one is the first; the other has failed, and sends nothing."""
+    sent: list[Any] = []
+
+    class Two:
+        rank, size = 0, 2
+
+        def share(self, value: Any) -> list[Any]:
+            sent.append(value)
+            return [value, None]
+
+    monkeypatch.setattr(collectives, "ranks_of", lambda group=None: [0, 1])
+    monkeypatch.setattr(collectives, "Collectives", Two)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    return sent
+
+
+def test_what_any_rank_finds_counts_on_all(monkeypatch, world):
     monkeypatch.setattr(collectives, "sum_now", lambda values, group: [values[0] + 1])
-    assert Agreement("ck", None).any(lambda: False)
+    assert Agreement("ck", None).parts_if_any(lambda: False, part) == [{"rank": 0, "ranks": 2}]
+
+
+def test_what_no_rank_finds_is_not_exchanged(monkeypatch, world):
+    monkeypatch.setattr(collectives, "sum_now", lambda values, group: values)
+    assert Agreement("ck", None).parts_if_any(lambda: False, part) is None and world == []
+
+
+def test_ranks_of_several_groups_exchange_nothing(monkeypatch, world):
+    """Another group may be loading another checkpoint, or none."""
+    monkeypatch.setattr(collectives, "sum_now", lambda values, group: values)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    assert Agreement("ck", None).parts_if_any(lambda: True, part) == [] and world == []
+
+
+def test_a_rank_whose_part_cannot_be_read_takes_part(monkeypatch, world):
+    def fails(rank: int, ranks: int) -> dict[str, int]:
+        raise ValueError("damaged")
+
+    monkeypatch.setattr(collectives, "sum_now", lambda values, group: values)
+    assert Agreement("ck", None).parts_if_any(lambda: True, fails) == [] and world == [None]
 
 
 @pytest.mark.parametrize("problem", [None, ValueError("before")])
-def test_a_rank_that_fails_raises_once_it_has_taken_part(monkeypatch, problem):
+def test_a_rank_that_fails_raises_once_it_has_taken_part(monkeypatch, world, problem):
     def fails() -> bool:
         assert problem is None, "is not called where something has failed before"
         raise ValueError("now")
@@ -98,5 +142,5 @@ def test_a_rank_that_fails_raises_once_it_has_taken_part(monkeypatch, problem):
     summed = []
     monkeypatch.setattr(collectives, "sum_now", lambda values, group: summed.append(values) or [1])
     with pytest.raises(ValueError, match="before" if problem else "now"):
-        Agreement("ck", None).any(fails, problem)
-    assert summed == [[0]]
+        Agreement("ck", None).parts_if_any(fails, part, problem)
+    assert summed == [[0]] and world == [None], "in the exchange, too"

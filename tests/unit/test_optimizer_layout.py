@@ -6,7 +6,10 @@ tests/multirank/test_resume_anywhere.py.
 
 from __future__ import annotations
 
+import builtins
+import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +24,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from megatron_datastates.format.directory import COMMON_STATE_KEY
+from megatron_datastates.format.directory import COMMON_STATE_KEY, METADATA_NAME
 from megatron_datastates.format.optimizer_map import OptimizerMap
-from megatron_datastates.mcore.load import optimizer_elsewhere, optimizer_layout, optimizer_places
+from megatron_datastates.mcore.load import optimizer_elsewhere, optimizer_layout, optimizer_places, state
+from megatron_datastates.mcore.load.optimizer_layout import restate
 from megatron_datastates.mcore.load.optimizer_request import _ATTRIBUTE, OwnBuckets
 from megatron_datastates.mcore.save.buckets import CARRIER
+from megatron_datastates.mcore.training.load import wrap_get_checkpoint_format
+from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.optimizer_groups import packed_part
 from tests.unit.states import new_saver, save
 
 GROUP = "optimizer.distributed.dp_group_idx_"
@@ -362,3 +369,54 @@ def test_values_that_the_checkpoint_does_not_have_are_refused(tmp_path: Path) ->
     assert "the optimizer has 'other', and the checkpoint stores nothing of that name" in said
     loaded = dist_checkpointing.load(request(whole(), [(8, 32)], grad_scaler=5)[0], str(directory))
     assert "grad_scaler" not in loaded["optimizer"], "as Megatron loads a checkpoint that has none"
+
+
+# -- what is opened ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("in_training_loop", "expected"), [(True, 1), (False, 2)])
+def test_metadata_json_is_opened_until_the_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_training_loop: bool, expected: int
+) -> None:
+    directory = str(save_halves(tmp_path / "c"))
+    Path(directory, METADATA_NAME).write_text('{"sharded_backend": "datastates"}')
+    asked, memory = request(whole(), [(0, 5), (8, 32)])
+    opened, descriptors, files = list[str](), os.open, builtins.open
+
+    def counted(path: Any, *args: Any, call: Any, **kwargs: Any) -> Any:
+        opened.append(os.fspath(path) if isinstance(path, str | os.PathLike) else "")
+        return call(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", functools.partial(counted, call=descriptors))
+    monkeypatch.setattr(builtins, "open", functools.partial(counted, call=files))
+    with state.opened():
+        if in_training_loop:
+            assert wrap_get_checkpoint_format(None)(directory, None) == "torch_dist"  # type: ignore[arg-type]
+            assert dist_checkpointing.check_is_distributed_checkpoint(directory)
+        dist_checkpointing.load(asked, directory)
+    assert [Path(path).name for path in opened].count(METADATA_NAME) == expected
+    assert torch.equal(memory[:5], NORM) and torch.equal(memory[8:32], WHOLE.reshape(-1))
+
+
+def test_a_rank_alone_reads_a_map_and_what_is_beside_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(save_halves(tmp_path / "c"))
+    reads, plan = list[list[str]](), Checkpoint.plan_objects
+
+    def planned(self: Checkpoint, keys: Any) -> Any:
+        keys = list(keys)
+        reads.append([key.removeprefix(GROUP).removesuffix("/shard_0_1") for key in keys])
+        return plan(self, keys)
+
+    monkeypatch.setattr(Checkpoint, "plan_objects", planned)
+    asked, _ = request(whole(), [(0, 5), (8, 32)])
+    restate(asked, checkpoint, None, {})
+    assert [sorted(keys) for keys in reads if keys] == [
+        ["0.datastates_map", "0.optimizer", "1.datastates_map", "1.optimizer"]
+    ]
+    packed = packed_part(checkpoint, 0, 2) | packed_part(checkpoint, 1, 2)
+    reads.clear()
+    restated = restate(asked, checkpoint, None, packed)
+    assert not any(reads) and restated.states is not None
+    assert set(restated.states) == {"optimizer.state.exp_avg.n", "optimizer.state.exp_avg.w"}

@@ -10,8 +10,10 @@ Collective calls, which every rank makes equally often even if it fails:
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
   3. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
-  4. load that compares keys with the checkpoint's (`strict`): one sum, of whether a rank restates what it
-     requests (optimizer_layout.py), so that all do. The first rank has verified files before, if asked to.
+  4. load: one sum, of whether a rank restates what it requests (optimizer_layout.py), so that all do:
+     Megatron may compare all keys. The first rank has verified files before, if asked to. If one restates,
+     and the group is the world: one exchange of optimizer maps, of which each rank reads a part. A rank that
+     fails sends nothing, and the others read what they lack themselves.
   5. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
      Megatron gathers nothing.
   6. fully parallel load: one sum of the whole world, after each rank has read its part and before parts are
@@ -34,7 +36,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_datastates.errors import (
     CorruptDataError,
@@ -48,6 +50,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
 
+T = TypeVar("T")
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _LISTED = 3  # different failures, and ranks of each, that a message lists
 _SHARED_CHARACTERS = 64 << 20  # of the failures of all ranks, which each rank gets, on a device
@@ -206,11 +209,15 @@ class Agreement:
         if dist.get_rank() == ranks_of(self._group)[0]:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
 
-    def any(self, here: Callable[[], bool], problem: Exception | None = None) -> bool:
-        """Returns whether `here` returns true on any rank; a failure of it counts as no. Collective.
+    def parts_if_any(
+        self, here: Callable[[], bool], part: Callable[[int, int], T], problem: Exception | None = None
+    ) -> list[T] | None:
+        """Returns None if `here` returns true on no rank; else what `part` returns on each. Collective.
 
         Args:
-            here: not called on a rank with a problem.
+            here: a failure of it counts as no. Not called on a rank with a problem.
+            part: gets the rank and the number of ranks. Of one on which it fails, nothing is returned, and of
+                none if other process groups may be loading at the same time.
             problem: what has failed on this rank before.
 
         Raises:
@@ -224,9 +231,23 @@ class Agreement:
         except Exception as raised:
             error = raised
         (count,) = sum_now([int(found)], self._group)
+        parts = self._parts(part if error is None else None) if count > 0 else None
         if error is not None:
             raise error
-        return count > 0
+        return parts
+
+    def _parts(self, part: Callable[[int, int], T] | None) -> list[T]:
+        import torch.distributed as dist
+
+        from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
+
+        if len(ranks_of(self._group)) < dist.get_world_size():
+            return []
+        collectives, mine = Collectives(), None
+        if part is not None:
+            with contextlib.suppress(Exception):  # it comes again where this rank reads its part alone
+                mine = part(collectives.rank, collectives.size)
+        return [each for each in collectives.share(mine) if each is not None]
 
     def begin_exchange(self) -> None:
         """Makes the collective call of the world that precedes an exchange. Raises as `settle`."""

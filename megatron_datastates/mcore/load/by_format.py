@@ -14,7 +14,7 @@ from megatron_datastates.files import DOCUMENT_BYTES, any_path, names_in, open_r
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
-from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
+from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint, read_common_state
 from megatron_datastates.pipeline.runs.runs import is_published, may_be_ours
 
 # This module is imported in every Megatron process; the native module only once a directory in our format is
@@ -29,6 +29,8 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 
         state.current().directory = checkpoint_dir
+        if checkpoint_dir and is_open(checkpoint_dir):
+            return CheckpointingConfig(BACKEND, 1)
         if checkpoint_dir and _cannot_be_read(checkpoint_dir) and is_published(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
         try:

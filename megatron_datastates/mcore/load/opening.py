@@ -51,9 +51,14 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
+def is_open(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether the open load has opened the directory: for it, that stays of our format."""
+    return any_path(directory).absolute() in state.current().checkpoints
+
+
 def is_ours(directory: str | os.PathLike[str]) -> bool:
-    """Returns whether the directory is of our format, which it stays for a load that has opened it."""
-    return any_path(directory).absolute() in state.current().checkpoints or runs.is_ours(directory)
+    """Returns whether the directory is of our format."""
+    return is_open(directory) or runs.is_ours(directory)
 
 
 def _open(directory: str | os.PathLike[str], options: Options) -> tuple[Checkpoint, bool]:

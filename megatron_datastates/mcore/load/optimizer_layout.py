@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_datastates.errors import MismatchError
-from megatron_datastates.format.values import is_of_optimizer
+from megatron_datastates.format.values import is_of_optimizer, is_optimizer_map
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.load.optimizer_names import StateNames
@@ -59,6 +60,8 @@ from megatron_datastates.pipeline.loading.optimizer_groups import (
     from_common_state,
     from_objects,
     matched,
+    objects_of_groups,
+    packed_part,
 )
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.plan.boxes import Box, bounding_box
@@ -75,17 +78,17 @@ NO_STATE = (
     "--drop-optimizer` removed it. Load it without the optimizer (--no-load-optim)"
 )
 _SCALER = "grad_scaler"
+Part = Callable[[int, int], dict[str, bytes]]
+PartsIfAny = Callable[[Callable[[], bool], Part], list[dict[str, bytes]] | None]
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
 
 
-def restated_where_needed(
-    arguments: dict[str, Any], agreed: Callable[[Callable[[], bool]], bool] | None
-) -> Restated | None:
+def restated_where_needed(arguments: dict[str, Any], parts_if_any: PartsIfAny | None) -> Restated | None:
     """Returns the restated request of a `dist_checkpointing.load`; None if it is to be loaded as it is.
 
     Args:
         arguments: of the call.
-        agreed: returns whether a function returns true on any rank. None: each rank decides by itself.
+        parts_if_any: agreement.Agreement.parts_if_any. None: each rank decides, and reads, by itself.
 
     Raises:
         LoadMismatch, LoadFailedError (and CheckpointingExceptions): the optimizer state cannot be loaded.
@@ -99,11 +102,19 @@ def restated_where_needed(
         with _errors(directory):
             return differs(request, checkpoint)
 
-    if not (agreed(here) if agreed is not None else here()):
+    def part(number: int, count: int) -> dict[str, bytes]:
+        return packed_part(open_checkpoint(directory), number, count)
+
+    parts: list[dict[str, bytes]] | None = []
+    if parts_if_any is not None:
+        parts = parts_if_any(here, part)
+    elif not here():
+        parts = None
+    if parts is None:
         return None
     checkpoint, common = open_checkpoint(directory), read_common_state(directory)
     with _errors(directory), checkpoint.costs.timing("planning"):
-        restated = restate(request, checkpoint, common)
+        restated = restate(request, checkpoint, common, ChainMap(*parts))
     announce(directory, any(is_offloaded(state) for state, _ in _bucket_states(request)))
     return restated
 
@@ -142,19 +153,31 @@ def differs(request: dict[str, Any], checkpoint: Checkpoint) -> bool:
     return bool(keys)
 
 
-def restate(request: dict[str, Any], checkpoint: Checkpoint, common: Any) -> Restated:
+def restate(
+    request: dict[str, Any], checkpoint: Checkpoint, common: Any, packed: Mapping[str, bytes]
+) -> Restated:
     """Restates a request. The given one is not changed.
 
     Args:
         common: the checkpoint's common state.
+        packed: what ranks have read of it, as of `objects_of_groups`.
 
     Raises:
         MismatchError: the checkpoint lacks something that the optimizer needs.
         FormatError, StorageError, CorruptDataError: the optimizer state cannot be used.
     """
-    states = BucketStates(checkpoint, _wanted(request))
+    beside: dict[str, Any] = {}
+
+    def maps() -> Iterator[tuple[str, Any]]:
+        for key, value in objects_of_groups(checkpoint, packed):
+            if is_optimizer_map(key):
+                yield key, value
+            else:
+                beside[key] = value
+
+    states = BucketStates(checkpoint, _wanted(request), maps())
     has_maps = has_optimizer_maps(checkpoint)
-    stored = from_objects(checkpoint) if has_maps else from_common_state(common)
+    stored = from_objects(checkpoint, values=beside) if has_maps else from_common_state(common)
     return restated_from(request, StateNames(checkpoint.index.tensors, states), stored, states)
 
 

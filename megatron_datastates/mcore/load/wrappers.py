@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
-from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
+from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
 from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 
@@ -33,7 +33,7 @@ class _LoadCall:
         self._directory = call.arguments["checkpoint_dir"]
 
     def run(self) -> Any:
-        if not may_be_ours(self._directory):
+        if not (is_open(self._directory) or may_be_ours(self._directory)):
             return self._load_elsewhere()
         from megatron_datastates.pipeline.load_report import reported_load
 
@@ -81,10 +81,8 @@ class _LoadCall:
         from megatron_datastates.mcore.load import optimizer_layout
 
         together = None
-        if agreement is not None and _compares_keys(self._arguments):
-            together = functools.partial(agreement.any, problem=problem)
-        elif problem is not None:
-            raise problem
+        if agreement is not None:
+            together = functools.partial(agreement.parts_if_any, problem=problem)
         restores = state.current().restores_providers
         with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
             restated = optimizer_layout.restated_where_needed(self._arguments, together)
@@ -99,13 +97,6 @@ class _LoadCall:
 
         with load_errors():
             restore_registered(open_checkpoint(self._directory))
-
-
-def _compares_keys(arguments: dict[str, Any]) -> bool:
-    """Returns whether Megatron compares the keys that all ranks request with those of the checkpoint."""
-    from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
-
-    return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(parse_strict_flag(arguments["strict"])))
 
 
 def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:

@@ -427,9 +427,13 @@ class Checkpoint:
 
     def read_other_object(self, name: str) -> Any:
         """Returns the object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
+        return self.decode_object(name, self.read_other(name))
+
+    def decode_object(self, key: str, stored: bytes) -> Any:
+        """Returns the object that torch.save wrote as these bytes. FormatError: it is not accepted."""
         from megatron_datastates.providers.objects import deserialize
 
-        return deserialize(self.read_other(name), name, trust=self._options.trust_objects)
+        return deserialize(stored, key, trust=self._options.trust_objects)
 
     def object_entry(self, key: str) -> tuple[int, TailEntry]:
         """Returns an object's data file and its entry in the footer. Raises as `read_objects`."""

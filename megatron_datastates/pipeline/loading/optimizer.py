@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -211,12 +211,18 @@ class BucketStates(Mapping[str, StateTensor]):
     there.
     """
 
-    def __init__(self, checkpoint: Checkpoint, wanted: Mapping[str, Box] | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        wanted: Mapping[str, Box] | None = None,
+        maps: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
         """Reads the maps.
 
         Args:
             wanted: slices (offset, shape) of parameters by key. What lies outside of them may be left out.
                 None: everything.
+            maps: all of the checkpoint's optimizer maps, as stored, with their keys. None: they are read.
 
         Raises:
             As `optimizer_state`, but for what is held twice.
@@ -227,7 +233,8 @@ class BucketStates(Mapping[str, StateTensor]):
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._made: dict[str, StateTensor] = {}
         self._lines: dict[str, Line] = {}
-        for prefix, key, text in _maps(checkpoint):
+        for key, value in _maps(checkpoint) if maps is None else maps:
+            prefix, text = key[: key.rindex(OPTIMIZER_MAP_NAME)], _text(key, value)
             if wanted is not None and not self._is_wanted(prefix, MapReach.decode(text, key), wanted):
                 continue
             decoded = self.maps[prefix] = OptimizerMap.decode(text, key)
@@ -323,12 +330,11 @@ def _text(key: str, value: Any) -> str:
     return value[0]
 
 
-def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
-    """Yields (prefix of its buckets' keys, key, text) of each map, few of them in memory at a time."""
+def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    """Yields each map with its key, few of them in memory at a time."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
     for begin in range(0, len(keys), _MAPS_AT_A_TIME):
-        for key, value in checkpoint.read_objects(keys[begin : begin + _MAPS_AT_A_TIME]).items():
-            yield key[: key.rindex(OPTIMIZER_MAP_NAME)], key, _text(key, value)
+        yield from checkpoint.read_objects(keys[begin : begin + _MAPS_AT_A_TIME]).items()
 
 
 def _state_tensor(

@@ -8,7 +8,9 @@ optimizer. Belongs here: values only. What Megatron's optimizers ask for is in m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from megatron_datastates.pipeline.loading.optimizer import WHOLE_OBJECT
 from megatron_datastates.providers.named import dictionaries
 
 Options = Mapping[str, Any]  # of a parameter group
-_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
+_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
+_BUCKETS = (*_SIZES, OPTIMIZER_MAP_NAME)
 _NO_PREFIX = "chained_optim_avoid_prefix"  # in the same: no key begins with the number of an optimizer
 _TYPE = "param_state_sharding_type"  # in an optimizer's state
 _BUCKETS_TYPE, _RESHARDABLE_TYPE = "dp_reshardable", "fully_reshardable"
 _EXPERT = "is_expert_parallel"
+_GROUPS_AT_A_TIME = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +48,56 @@ class StoredOptions:
         return next((group["step"] for group in self.groups if group.get("step") is not None), None)
 
 
-def from_objects(checkpoint: Checkpoint, link: int | None = None) -> StoredOptions:
-    """Reads what data-parallel groups have stored beside their optimizer maps.
+def packed_part(checkpoint: Checkpoint, part: int, parts: int) -> dict[str, bytes]:
+    """Returns, by key, compressed, what `objects_of_groups` yields of a part of the data-parallel groups.
+
+    Raises:
+        FormatError, StorageError, CorruptDataError: as all reading.
+    """
+    packed: dict[str, bytes] = {}
+    for keys in _batches(checkpoint, part, parts):
+        objects = checkpoint.plan_objects(keys)
+        checkpoint.read(objects.scheduled)
+        packed |= {key: zlib.compress(objects.stored(key), 1) for key in keys}
+    return packed
+
+
+def objects_of_groups(checkpoint: Checkpoint, packed: Mapping[str, bytes]) -> Iterator[tuple[str, Any]]:
+    """Yields, by key, optimizer maps and the objects beside them, few of them in memory at a time.
+
+    Args:
+        packed: parts that ranks have read. Only what is not among them is read.
+
+    Raises:
+        FormatError, StorageError, CorruptDataError: as all reading.
+    """
+    for keys in _batches(checkpoint):
+        found = checkpoint.read_objects([key for key in keys if key not in packed])
+        for key in keys:
+            known = packed.get(key)
+            stored = None if known is None else zlib.decompress(known)
+            yield key, found[key] if stored is None else checkpoint.decode_object(key, stored)
+
+
+def _batches(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> Iterator[list[str]]:
+    """Yields keys of a part of the groups, few groups at a time. What one group has stored is in one file."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for key, name in beside_maps(checkpoint).items():
+        if name not in _SIZES:
+            groups[key.removesuffix(f"{name}{WHOLE_OBJECT}")].append(key)
+    mine = [groups[prefix] for prefix in sorted(groups)[part::parts]]
+    for begin in range(0, len(mine), _GROUPS_AT_A_TIME):
+        yield [key for keys in mine[begin : begin + _GROUPS_AT_A_TIME] for key in keys]
+
+
+def from_objects(
+    checkpoint: Checkpoint, link: int | None = None, values: Mapping[str, Any] | None = None
+) -> StoredOptions:
+    """Finds what data-parallel groups have stored beside their optimizer maps.
 
     Args:
         link: of one optimizer of a chain; by default of all.
+        values: these objects, by key. None: they are read.
 
     Raises:
         FormatError: an object is not what Megatron stores, or two groups store different values.
@@ -59,7 +108,7 @@ def from_objects(checkpoint: Checkpoint, link: int | None = None) -> StoredOptio
         for key, name in beside_maps(checkpoint).items()
         if name not in _BUCKETS and (link is None or key.startswith(f"chained_{link}."))
     }
-    values = checkpoint.read_objects(names)
+    values = checkpoint.read_objects(names) if values is None else values
     groups: list[Options] = []
     others: dict[str, Any] = {}
     for key, name in sorted(names.items()):
