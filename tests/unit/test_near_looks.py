@@ -68,17 +68,23 @@ def counted_scans(directory: Path, patched: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+def held_copies(prefix: str, patched: pytest.MonkeyPatch) -> threading.Event:
+    """Returns an event that copies of files with such names wait for."""
+    may_copy, copy = threading.Event(), Copier.copy
+
+    def copy_later(self: Copier, source: Path, *more: Any) -> None:
+        assert not source.name.startswith(prefix) or may_copy.wait(PATIENCE_SECONDS)
+        copy(self, source, *more)
+
+    patched.setattr(Copier, "copy", copy_later)
+    return may_copy
+
+
 def test_at_the_end_files_that_have_arrived_are_not_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.01)
-    nodes, may_copy, copy = Nodes(tmp_path), threading.Event(), Copier.copy
-
-    def copy_later(self: Copier, source: Path, *more: Any) -> None:
-        assert not source.name.startswith("data-00001-") or may_copy.wait(PATIENCE_SECONDS)
-        copy(self, source, *more)
-
-    monkeypatch.setattr(Copier, "copy", copy_later)
+    nodes, may_copy = Nodes(tmp_path), held_copies("data-00001-", monkeypatch)
     counts = counted_scans(nodes.directory(1), monkeypatch)
     nodes.save(1)
     closing = threading.Thread(target=nodes.close)
@@ -112,13 +118,7 @@ def test_each_node_reads_the_manifest_of_a_drained_save_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
 ) -> None:
     monkeypatch.setattr(drain, "_ROOM_SECONDS", 0.01)
-    nodes, may_copy, copy = Nodes(tmp_path), threading.Event(), Copier.copy
-
-    def copy_later(self: Copier, source: Path, *more: Any) -> None:
-        assert not source.name.startswith("data-00000-") or may_copy.wait(PATIENCE_SECONDS)
-        copy(self, source, *more)
-
-    monkeypatch.setattr(Copier, "copy", copy_later)
+    nodes, may_copy = Nodes(tmp_path), held_copies("data-00000-", monkeypatch)
     nodes.save(1)
     nodes.save(2)
     may_copy.set()
