@@ -28,10 +28,9 @@ from benchmarks.scale.ranks import RankState, rank_states
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
-from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.publishing.collectives import Collectives
+from megatron_datastates.pipeline.publisher import Publisher
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
-from megatron_datastates.pipeline.publishing.polls import Polls
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, Records
@@ -229,9 +228,9 @@ def _publish(store: LayoutStore, encoded: bytes, directory: Path, ordinal: int) 
     """Goes from the records of all ranks to a manifest in place, by rank 0's own code."""
     records = Records(encoded)
     save = RankSave(SaveContext(SaveId(1, ordinal), directory, 0, len(records), iteration=ordinal), 60.0)
-    publication = Publication(save, Polls(Collectives()), store, Faults(""))  # nothing here is collective
-    publication.records = records
-    publication._publish()
+    publisher = Publisher(save, store, Faults(""), PublicationExtras(), far_published=None)
+    publisher.records = records
+    publisher._publish()
     if save.failure is not None:
         raise RuntimeError(save.failure)
 

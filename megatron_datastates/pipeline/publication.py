@@ -41,27 +41,16 @@ from collections.abc import Callable, Sequence
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError, is_interrupt
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.near.replicas import Replicas
-from megatron_datastates.pipeline.near.share import NearShare
+from megatron_datastates.pipeline.publisher import Publisher
 from megatron_datastates.pipeline.publishing.collectives import PendingResult
-from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
-from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
-from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.lateness import Lateness
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Flags, Polls
-from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import (
-    RankRecord,
-    Records,
-    SavedPart,
-    decode_failures,
-    encode_failure,
-)
+from megatron_datastates.pipeline.saving.records import Records, SavedPart, decode_failures, encode_failure
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
@@ -100,47 +89,33 @@ class Publication:
         released: Callable[[Publication], None] | None = None,
     ) -> None:
         self.save, self.postponement = save, save.postponement
+        self.publisher = Publisher(save, layouts, faults, extras or PublicationExtras(), far_published)
+        self.collectives = polls.collectives
+        self._polls, self._layouts, self._ended = polls, layouts, ended
+        if released is not None:
+            save.released_callback = functools.partial(released, self)
+        self.is_awaited = False  # the trainer does nothing but wait for this save
+        self._lateness = Lateness(save.context.directory, save.context.rank)
+        # The step of the protocol, between polls the same on every rank.
         self.outcome = Outcome.PENDING
         self.error: str | None = None  # of the whole save, the same text on every rank
-        self.records = Records()
+        self._pending_errors: PendingResult[bytes] | None = None  # step 2: the next poll reads no flags
+        self.keeps_files = False  # step 2: although the save fails, as its manifest may be in place
+        self._pending_records: PendingResult[bytes] | None = None  # step 3: read beside flags
+        self._publishing = False  # records were sent: from now on a manifest may name this rank's file
+        self._epoch: int | None = None  # of the layouts, once it relies on them
+        self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
+        self._abandoned_because: str | None = None  # on this rank alone
+        # For the report.
         self.is_prepared = False  # the save has reused what the last one prepared
         self.not_prepared_because = ""  # if a reason is known
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
-        self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
-        self.far_published, self._ended = far_published, ended
-        if released is not None:
-            save.released_callback = functools.partial(released, self)
-        self.collectives = polls.collectives
-        self.layouts = layouts
-        self._polls, self._faults = polls, faults
-        self.extras = extras or PublicationExtras()
-        # The step of the protocol, between polls the same on every rank.
-        self._pending_errors: PendingResult[bytes] | None = None  # step 2: the next poll reads no flags
-        self._pending_records: PendingResult[bytes] | None = None  # step 3: read beside flags
-        self._publishing = False  # records were sent: from now on a manifest may name this rank's file
-        self.keeps_files = False  # step 2: although the save fails, as its manifest may be in place
-        # What this rank alone has done.
-        self._abandoned, self._why_abandoned = False, ""
-        self._manifest_in_place = False  # it is, or may yet be
-        self._indexes = IndexExchange(save, layouts)
-        self.is_awaited = False  # the trainer does nothing but wait for this save
-        # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
-        # makes copies of others': set before the save starts.
-        self.node, self.host, self.endpoint = 0, b"", b""
-        self.replicas: Replicas | None = None
-        self.near: NearShare | None = None  # once records are known, if there are files in near tiers
-        self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
-        self._epoch: int | None = None  # of the layouts, once it relies on them
-        self._published = Flag()  # as far as this rank's threads have a part in it
-        self._publisher: BackgroundThread | None = None
-        self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
-        self._lateness = Lateness(save.context.directory, save.context.rank)
 
     @property
     def is_under_way(self) -> bool:
         """Returns whether the save began and is not over. Between polls the same on every rank."""
-        return self.outcome is Outcome.PENDING and not self._abandoned
+        return self.outcome is Outcome.PENDING and self._abandoned_because is None
 
     @property
     def state(self) -> State:
@@ -157,7 +132,8 @@ class Publication:
         Collective: every rank calls it equally often, for any of the saves. Waits only for ranks that are a
         whole poll late, and for the previous poll's call on the device.
         """
-        if self._abandoned or (self.collectives.distributed and not self.collectives.is_current()):
+        is_old_world = self.collectives.distributed and not self.collectives.is_current()
+        if is_old_world or self._abandoned_because is not None:
             self._end_alone()
         elif self.outcome is Outcome.PENDING:
             with trainer_held("polls", self.save):
@@ -186,9 +162,9 @@ class Publication:
 
     def flags(self) -> Flags:
         """Returns what this rank adds to the sum."""
-        save, near = self.save, self.near
-        is_done = self._published.is_set() if self._publishing else save.is_durable
-        failed, in_place = save.failure is not None, self._manifest_in_place
+        save, near = self.save, self.publisher.near
+        is_done = self.publisher.is_done if self._publishing else save.is_durable
+        failed, in_place = save.failure is not None, self.publisher.is_manifest_in_place
         offered_bytes = 0 if near is None else near.offered_bytes
         without_copies = near is not None and near.lacks_copies
         return Flags(int(not is_done), int(failed), int(in_place), offered_bytes, int(without_copies))
@@ -196,8 +172,7 @@ class Publication:
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
         self.save.update()
-        self._indexes.look()
-        self._look_for_offer()
+        self.publisher.look(is_awaited=self.is_awaited)
         if is_first:  # later ones wait for it
             self._look_if_late(1 if sums is None else max(sums.unfinished, 1))
         if self._pending_errors is not None:
@@ -209,20 +184,21 @@ class Publication:
     def _look_if_late(self, late: int) -> None:
         if not self._publishing:
             self._lateness.look(self.save.stored_bytes(), "nothing was written to its data file", late)
-        elif self.near is None:  # copies of other nodes' files have deadlines of their own
-            moved = None if self._published.is_set() else ""
+        elif self.publisher.near is None:  # copies of other nodes' files have deadlines of their own
+            moved = None if self.publisher.is_done else ""
             self._lateness.look(moved, "it has not published the checkpoint", late)
 
     def _act(self, sums: Flags, *, is_first: bool, may_publish: bool) -> None:
+        near = self.publisher.near
         if sums.failed:
             self.keeps_files = sums.in_place > 0
             node = socket.gethostname() if self.collectives.distributed else ""
             self._pending_errors = self.collectives.start_gather(encode_failure(self.save.failure, node))
         elif self._pending_records is not None:
             records, self._pending_records = self._pending_records.result(), None
-            self._exchange(Records(records))
-        elif sums.offered_bytes and self.near is not None and not self.near.is_sent:
-            self.near.send(self.collectives, sums.offered_bytes)
+            self._start_publishing(Records(records))
+        elif sums.offered_bytes and near is not None and not near.is_sent:
+            near.send(self.collectives, sums.offered_bytes)
         elif sums.unfinished:
             return
         elif self._publishing:
@@ -231,15 +207,29 @@ class Publication:
                 self._end(Outcome.PUBLISHED)
         elif may_publish:
             self._publishing = True
-            self._epoch = self.layouts.begin_use()
-            self._pending_records = self.collectives.start_gather(self._record().encode())
+            self._epoch = self._layouts.begin_use()
+            record = self.publisher.record(is_first=self.collectives.rank == 0)
+            self._pending_records = self.collectives.start_gather(record.encode())
+
+    def _start_publishing(self, records: Records) -> None:
+        self.publisher.records = records
+        try:
+            records.check_iterations()
+        except DataStatesError as error:  # on all ranks, which have the same records
+            self.save.fail(error)
+            return
+        if records[0].forgets:
+            self._layouts.forget(self._epoch)
+        self.publisher.start(self.collectives, is_awaited=self.is_awaited)
 
     def _end(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+        self.outcome, publisher = outcome, self.publisher
+        publisher.is_given_up = True
         if outcome is Outcome.PUBLISHED:
-            self.published_at = self.published_at or time.perf_counter()
+            publisher.published_at = publisher.published_at or time.perf_counter()
         if self._epoch is not None:
-            self.layouts.end_use(self._epoch, self._indexes.digests() if outcome is Outcome.PUBLISHED else ())
+            known = publisher.indexes.digests() if outcome is Outcome.PUBLISHED else ()
+            self._layouts.end_use(self._epoch, known)
         ended, self._ended = self._ended, None  # a publication that is kept keeps no saver
         if ended is not None:
             ended(self)
@@ -259,7 +249,8 @@ class Publication:
 
     def abandon(self, reason: str) -> None:
         """Ends the save on this rank, which will not poll again. Not collective."""
-        self._abandoned, self._why_abandoned = True, reason
+        self._abandoned_because = reason
+        self.publisher.is_given_up = True
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.cancel_and_remove(reason)
             self.save.drop_sources()
@@ -272,117 +263,30 @@ class Publication:
         """Ends an abandoned save without the other ranks, which may have gone on or not."""
         if self.outcome is not Outcome.PENDING:
             return
-        if self._publishing and self.collectives.size == 1 and self.join_publisher():
-            if self._published.is_set():
+        if self._publishing and self.collectives.size == 1 and self.publisher.join():
+            if self.publisher.is_done:
                 self._end(Outcome.PUBLISHED)
                 return
-            self._publishing = self._manifest_in_place
-        self.abandon(self._why_abandoned or "torch.distributed was initialized anew, or ended, meanwhile")
+            self._publishing = self.publisher.is_manifest_in_place
+        reason = self._abandoned_because or "torch.distributed was initialized anew, or ended, meanwhile"
+        self.abandon(reason)
         if self._publishing:
             self._ended = None  # would remove files that a manifest may name
         said = _UNKNOWN if self._publishing else _NOTHING
         rank, directory = self.collectives.rank, self.save.context.directory
-        self.error = f"the save to {directory} was abandoned on rank {rank}: {self._why_abandoned}. {said}"
+        self.error = f"the save to {directory} was abandoned on rank {rank}: {reason}. {said}"
         self._end(Outcome.FAILED)
 
     def forget(self) -> None:
         """Leaves the polls of other saves."""
         self._polls.discard(self)
 
-    # -- all ranks are durable --------------------------------------------------------------------------
-
-    def _exchange(self, records: Records) -> None:
-        self.records = records
-        try:
-            records.check_iterations()
-        except DataStatesError as error:  # on all ranks, which have the same records
-            self.save.fail(error)
-            return
-        if records[0].forgets:
-            self.layouts.forget(self._epoch)
-        if records.columns["is_near"].any():
-            self.near = NearShare(records, self.save.context, self.layouts, self._faults, self.replicas)
-        elif self.collectives.rank != 0:
-            self._published.set()  # all that is left is rank 0's
-        sizes = records.sent_bytes()
-        if sizes.any():  # the same on every rank: all have read the same records
-            self._indexes.start(self.collectives, sizes)
-        if self.collectives.rank == 0:
-            self.layouts.add_providers(*self._indexes.providers)
-            self._start_publisher(self._publish)
-
-    def _look_for_offer(self) -> None:
-        """Starts this rank's part of publishing near, once what rank 0 sends to all is here."""
-        near = self.near
-        if near is None or not near.has_arrived():
-            return
-        if not near.has_part:
-            self._published.set()
-            return
-        self._start_publisher(functools.partial(self._publish_near, near), near.stores)
-
-    def _start_publisher(self, function: Callable[[], None], writes_manifest: bool = True) -> None:
-        """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        delay, before = 0.0 if self.is_awaited else AFTER_POLL_SECONDS, self.layouts.publisher
-        publisher = BackgroundThread(function, after=before, delay=delay)
-        try:
-            self._manifest_in_place = writes_manifest  # until the thread reports that it is not
-            publisher.start()
-            self._publisher = self.layouts.publisher = publisher
-            return
-        except RuntimeError as error:  # no thread could be started, on this rank only
-            cause = error.with_traceback(None)
-        # While the interpreter ends, Python starts no threads; the program may still wait for its saves.
-        if self._can_publish_here(before):
-            function()
-        else:
-            self._manifest_in_place = False
-            self.save.fail(cause)
-
-    def _can_publish_here(self, before: BackgroundThread | None) -> bool:
-        """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
-
-        Not longer: an earlier save's thread may wait for something that only polls notice.
-        """
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._indexes.is_awaited:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_BLOCKING_POLL_SECONDS)
-            self._indexes.look()
-        return before is None or before.join(max(deadline - time.monotonic(), 0.0))
-
-    def _publish_near(self, near: NearShare) -> None:
-        try:
-            near.do_part(lambda: self._abandoned or self.is_over)
-        except BaseException as error:  # or polls would wait for ever
-            self._manifest_in_place = near.is_in_place
-            self.save.fail(error)
-            return
-        self.published_at = time.perf_counter()
-        self._published.set()
-
-    def _record(self) -> RankRecord:
-        index_bytes, providers_bytes = self._indexes.unknown_bytes()
-        return record_of(
-            self.save,
-            index_bytes=index_bytes,
-            providers_digest=self._indexes.providers[0],
-            providers_bytes=providers_bytes,
-            node=self.node,
-            host=self.host,
-            endpoint=self.endpoint,
-            forgets=self.collectives.rank == 0 and self.layouts.should_forget(),
-        )
-
     # -- where another program brings the ranks together (parts.py) -------------------------------------
 
     def part(self) -> SavedPart:
         """Returns this rank's part of a durable save; from now on a manifest may name its files."""
         self._publishing = True
-        record = self._record()  # a rank that stores nothing has a layout, and no data file
-        indexes = tuple(layout.index for layout in self._indexes.own[: len(record.layouts())])
-        return SavedPart(self.save.context.save_id, record.encode(), indexes, self._indexes.providers[1])
+        return self.publisher.part()
 
     def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
         """Publishes the parts of all ranks, in their order: step 4 of the protocol, on this thread.
@@ -391,19 +295,11 @@ class Publication:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
             BaseException: KeyboardInterrupt and the like (errors.is_interrupt), after the same.
         """
-        self.records, self.extras = Records(b"".join(part.record for part in parts)), extras
-        epoch = self.layouts.begin_use()
-        try:
-            if self.layouts.should_forget():
-                self.layouts.forget(epoch)
-            self._written_as = self._indexes.store_parts(self.records, parts)
-            self._publish()
-        finally:
-            self.layouts.end_use(epoch, ())  # this process sends nothing to itself: it needs to know nothing
+        self.publisher.publish_parts(parts, extras)
         if self.save.failure is None:
             self._end(Outcome.PUBLISHED)
             return
-        self.keeps_files = self._manifest_in_place
+        self.keeps_files = self.publisher.is_manifest_in_place
         rank = self.collectives.rank
         failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
         self._fail(b"".join(failures))
@@ -412,54 +308,6 @@ class Publication:
             raise cause
         raise SaveFailedError(self.error) from cause
 
-    # -- rank 0's publishing thread ---------------------------------------------------------------------
-
-    def _publish(self) -> None:
-        try:
-            self._indexes.store(self.records, lambda: self._abandoned or self.is_over)
-        except BaseException as error:  # or polls would wait for ever
-            self._manifest_in_place = False
-            self.save.fail(error)
-            return
-        if self.near is not None:
-            self._offer(self.near)  # changes nothing in --save: waits for no drain that publishes there
-            return
-        with self.layouts.publishing:
-            self._publish_alone()
-
-    def _offer(self, near: NearShare) -> None:
-        self._manifest_in_place = False  # until this rank stores it
-        try:
-            near.offer(self._new_small_files())
-        except BaseException as error:  # as above
-            self.save.fail(error)
-
-    def _publish_alone(self) -> None:
-        publisher: DirectoryPublisher | None = None
-        try:
-            publisher = self.publisher_for(self._new_small_files())
-            publisher.publish()
-            if self.far_published is not None:
-                self.far_published(self.save.context.save_id, False)
-            self.published_at = time.perf_counter()
-        except BaseException as error:  # or polls would wait for ever
-            self._manifest_in_place = publisher is not None and publisher.is_in_place
-            self.save.fail(error)
-            return
-        self._published.set()  # last: no later save publishes while this one still removes files
-
-    def _new_small_files(self) -> SmallFiles:
-        return small_files(self.save, self.records, self.layouts, self.extras, self._written_as)
-
-    def publisher_for(self, files: SmallFiles) -> DirectoryPublisher:
-        """Returns what publishes this save in the directory of its checkpoint."""
-        context, extras = self.save.context, self.extras
-        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, extras.superseded)
-
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""
-        return self.save.join(seconds) and (self._publisher is None or self._publisher.join(seconds))
-
-    def join_publisher(self, seconds: float | None = None) -> bool:
-        """Waits until no manifest is being written any more; returns False if that takes longer."""
-        return self._publisher is None or self._publisher.join(seconds)
+        return self.save.join(seconds) and self.publisher.join(seconds)

@@ -168,7 +168,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """Returns the report of one save on this rank; docs/reports.md lists the fields."""
     save = publication.save
     times = save.times()
-    records = publication.records.columns
+    records = publication.publisher.records.columns
     stable = records["stable_file_bytes"]
     data = int(records["file_bytes"].sum() + stable.sum())
     linked = int(stable[records["stable_ordinal"] != save.context.save_id.ordinal].sum())
@@ -206,8 +206,8 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         else milliseconds(save.confirmed_at - save.started_at),
         "durable_ms": milliseconds(times["durable"]),
         "published_ms": None
-        if publication.published_at is None
-        else milliseconds(publication.published_at - save.started_at),
+        if publication.publisher.published_at is None
+        else milliseconds(publication.publisher.published_at - save.started_at),
         "prepared": publication.is_prepared,
         "not_prepared_because": publication.not_prepared_because or None,
         "saves_before": save.saves_before,

@@ -180,7 +180,7 @@ class Saver:
             save.saves_before = len(self._under_way())
             _check_iteration(save.context.iteration)
             plan, memory, state = self._plan(providers)
-            if self.near is not None and publication.far_published is not None:
+            if self.near is not None and publication.publisher.far_published is not None:
                 self._choose_tier(self.near, publication, plan)
             _refuse_without_near(save.context)
             if is_object(save.context.directory):
@@ -206,7 +206,7 @@ class Saver:
     def _on_end(self, publication: Publication) -> None:
         if publication.outcome is Outcome.PUBLISHED:
             self._keep_link(publication)
-        if self.near is not None and publication.far_published is not None:
+        if self.near is not None and publication.publisher.far_published is not None:
             self.near.on_end(publication)
 
     def unfinished_save(self) -> Path | None:
@@ -312,7 +312,7 @@ class Saver:
                     )
             if publication.outcome is Outcome.PENDING:
                 publication.abandon("the program ended before the save was published")
-            if not publication.join_publisher(max(deadline - time.monotonic(), 0.0)):
+            if not publication.publisher.join(max(deadline - time.monotonic(), 0.0)):
                 logger.error(
                     "the manifest of the save to %s still hangs after %g s: whether it was published is not "
                     "known",

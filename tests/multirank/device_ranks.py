@@ -184,7 +184,7 @@ def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: 
     poll_to_end(publication)
     if later:
         assert_stored(Path(root, "bad"), 1)
-    began = publication._publisher is not None
+    began = publication.publisher.has_thread
     saver.close()
     report(folder, error=publication.error, left=listed(root), began=began)
 
@@ -196,7 +196,7 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     indexes.PATIENCE_SECONDS = 0.2
     saver = Saver(OPTIONS, SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
-    while not publication.records:
+    while not publication.publisher.records:
         if publication._pending_records is not None:
             assert publication._polls._pending_sum is not None
             publication._polls._pending_sum.result()  # all that was enqueued before is done

@@ -18,6 +18,7 @@ from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publisher import Publisher
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.saver import Saver
@@ -83,7 +84,7 @@ def test_an_interrupted_poll_is_no_success(
 def test_an_interrupt_while_records_are_exchanged_leaves_later_saves_alone(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Publication, "_exchange", once(Publication._exchange, interrupt))
+    monkeypatch.setattr(Publisher, "start", once(Publisher.start, interrupt))
     first, second = saver.start(tmp_path / "a", state(1)), saver.start(tmp_path / "b", state(2))
     polled(first)
     assert [one.wait() for one in (first, second)] == [Outcome.FAILED] * 2
@@ -93,15 +94,15 @@ def test_an_interrupt_while_records_are_exchanged_leaves_later_saves_alone(
 def test_what_was_being_published_is_published(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = Publication._look_for_offer
+    look = Publisher.look
 
-    def interrupted(publication: Publication) -> None:
-        if publication._publisher is not None:
+    def interrupted(publisher: Publisher, *, is_awaited: bool) -> None:
+        if publisher.has_thread:
             monkeypatch.undo()
             raise KeyboardInterrupt
-        look(publication)
+        look(publisher, is_awaited=is_awaited)
 
-    monkeypatch.setattr(Publication, "_look_for_offer", interrupted)
+    monkeypatch.setattr(Publisher, "look", interrupted)
     publication = saver.start(tmp_path / "a", state(1))
     polled(publication)
     assert publication.wait() is Outcome.PUBLISHED
@@ -114,7 +115,7 @@ def test_an_interrupted_rank_keeps_a_file_that_a_manifest_may_name(
 ) -> None:
     ranks = RanksInTurn(2)
     saves = [saver.start(tmp_path, state(1, rank)) for rank, saver in enumerate(ranks.savers)]
-    monkeypatch.setattr(Publication, "_exchange", once(Publication._exchange, interrupt))
+    monkeypatch.setattr(Publisher, "start", once(Publisher.start, interrupt))
     with pytest.raises(KeyboardInterrupt):
         while True:
             for one in reversed(saves):
@@ -340,4 +341,4 @@ def test_closing_does_not_wait_without_limit_for_a_manifest(
     saver.close()
     assert "the manifest of the save to" in caplog.text and "still hangs after 0.2 s" in caplog.text
     hangs.set()
-    assert publication.join_publisher(LIMIT_SECONDS)
+    assert publication.publisher.join(LIMIT_SECONDS)

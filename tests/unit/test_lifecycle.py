@@ -162,7 +162,7 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
 
     monkeypatch.setattr(DirectoryPublisher, "publish", noting)
     first = saver.start(tmp_path / "first", State(BIG))
-    while first._publisher is None:
+    while not first.publisher.has_thread:
         first.poll()
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG, {"x": 1}))
@@ -186,9 +186,9 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
 
     monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
     publication = saver.start(tmp_path / "c", State(BIG))
-    publication._indexes._pending = Indexes()
-    assert publication._can_publish_here(None) == (looks == 3)
-    publication._indexes._pending = None
+    publication.publisher.indexes._pending = Indexes()
+    assert publication.publisher._can_publish_here(None) == (looks == 3)
+    publication.publisher.indexes._pending = None
     assert publication.wait() is Outcome.PUBLISHED
 
 
@@ -197,7 +197,7 @@ def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread
     monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: second_failed.wait(LIMIT_SECONDS))
     first = saver.start(tmp_path / "first", State(BIG))
-    while first._publisher is None:
+    while not first.publisher.has_thread:
         first.poll()
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG))
@@ -340,10 +340,10 @@ EXITS: dict[str, tuple[str, int, str, bool]] = {
     "failed, not reported": ('c = start("c", faults="write:1:EIO"); time.sleep(0.2)', 0, "", False),
     "writing the manifest": (
         'c = start("c", faults="rename manifest:1:stall=500"); FENCE.wait("step")\n'
-        "poll_until(c, lambda: c._publisher is not None)", 0, "", True,
+        "poll_until(c, lambda: c.publisher.has_thread)", 0, "", True,
     ),
     "published, not reported": (
-        'c = start("c"); FENCE.wait("step")\npoll_until(c, lambda: c._published.is_set())', 0, "", True,
+        'c = start("c"); FENCE.wait("step")\npoll_until(c, lambda: c.publisher.is_done)', 0, "", True,
     ),
     "three at once": (
         'start("c"); start("d"); start("e"); start("f", write_limit=1)', 0, "", False,

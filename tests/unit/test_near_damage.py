@@ -161,9 +161,10 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
 def test_a_failed_save_keeps_nothing_in_memory_of_what_was_sent(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, *({"faults": f"rename manifest:{save}:EIO"} for save in (2, 1)))
     failed = nodes.save(1)
-    assert failed.outcome is Outcome.FAILED and failed.near is not None and failed.near.stores
-    near = weakref.ref(failed.near)
-    del failed
+    share = failed.publisher.near
+    assert failed.outcome is Outcome.FAILED and share is not None and share.stores
+    near = weakref.ref(share)
+    del failed, share
     assert nodes.save(2).outcome is Outcome.FAILED  # the last one is not forgotten yet
     gc.collect()
     eventually(lambda: near() is None)  # the thread that removed its files may hold it a little longer

@@ -118,8 +118,8 @@ def test_an_index_is_sent_to_the_nodes_once(nodes: Nodes) -> None:
     sent = []
     for iteration in (1, 2, 3):
         publication = nodes.save(iteration)
-        assert publication.near is not None
-        sent.append(publication.near.offered_bytes)
+        assert publication.publisher.near is not None
+        sent.append(publication.publisher.near.offered_bytes)
     (index,) = nodes.near(0, 3).glob("index-*")
     assert all(abs(sent[0] - size - index.stat().st_size) < 50 for size in sent[1:]), sent
 
@@ -207,7 +207,7 @@ def test_a_near_tier_of_no_use_is_left_out_with_one_warning(
     for iteration in (1, 2):
         publication = nodes.save(iteration)
         assert publication.outcome is Outcome.PUBLISHED
-        assert [record.is_near for record in publication.records] == [True, False]
+        assert [record.is_near for record in publication.publisher.records] == [True, False]
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)

@@ -677,7 +677,7 @@ def test_a_save_is_not_over_before_an_earlier_one_that_a_node_is_still_storing(
             save.poll()
         return False
 
-    wait_for(lambda: poll() or all(save._published.is_set() for save in saves[1]))
+    wait_for(lambda: poll() or all(save.publisher.is_done for save in saves[1]))
     for _ in range(5):
         poll()
         assert saves[0][0].outcome is saves[1][0].outcome is Outcome.PENDING

@@ -31,7 +31,7 @@ def state(number: int, mutability: Mutability = Mutability.NOW, rank: int = 0) -
 def settled(publication: Publication) -> None:
     """Waits for what the save's own threads do, without a poll."""
     assert publication.save._durable.wait(60.0), publication.save.failure
-    publication.join_publisher()
+    publication.publisher.join()
 
 
 def test_a_loop_that_saves_in_every_iteration_publishes_as_often(saver: Saver, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_rank_that_fails_while_rank_0_publishes_costs_no_file(
         if has_looked.is_set() and saves[1].save.failure is None:
             saves[1].save.fail(OSError("a broken link"))
     goes_on.set()
-    assert saves[0].join_publisher(60.0)
+    assert saves[0].publisher.join(60.0)
     for one in saves:
         assert one.outcome is Outcome.FAILED
         assert "a broken link" in str(one.error) and "files were kept" in str(one.error)
@@ -225,7 +225,7 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
             content = State({"v": torch.ones(9)}) if (rank, number) == (0, 1) else state(number, rank=rank)
             saves[rank].append(saver.start(tmp_path / str(number), content))
             assert saves[rank][number].save._durable.wait(60.0)
-        while not (saves[0][number].is_over if number else saves[0][0]._publisher):
+        while not (saves[0][number].is_over if number else saves[0][0].publisher.has_thread):
             for own in reversed(saves):
                 own[number].poll()
     assert [one.outcome for own in saves for one in own] == [Outcome.PUBLISHED] * 4, saves[0][1].error

@@ -562,7 +562,7 @@ def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_pat
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     saver = new_saver()
     first, second = (saver.start(tmp_path, State(tensors(number))) for number in (1, 2))
-    while first._publisher is None:
+    while not first.publisher.has_thread:
         first.poll()
     assert second.wait() is Outcome.PUBLISHED
     later_is_published.set()

@@ -458,10 +458,9 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(
         save=rank_save,
-        records=Records.of(records),
+        publisher=SimpleNamespace(records=Records.of(records), published_at=None),
         outcome=Outcome.PUBLISHED,
         error=None,
-        published_at=None,
         is_prepared=False,
         not_prepared_because="",
     )

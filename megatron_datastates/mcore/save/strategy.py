@@ -227,7 +227,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 def _note_near(publication: Publication) -> None:
     """Remembers whether the files of a save are brought to its directory later."""
     directory = publication.save.context.directory
-    if publication.node:
+    if publication.publisher.place.node:
         near_checkpoints.add(directory)
     else:
         near_checkpoints.discard(directory)

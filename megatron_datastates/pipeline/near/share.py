@@ -7,6 +7,7 @@ other nodes' files, if the options ask for any (replicas.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable
 
@@ -42,6 +43,16 @@ class _Offer(msgspec.Struct):
 
 
 _OFFER = msgspec.msgpack.Decoder(_Offer)
+
+
+@dataclasses.dataclass(frozen=True)
+class NearPlace:
+    """Whose near tier a rank can use, the name of that node, and who makes copies of others' files."""
+
+    node: int = 0
+    host: bytes = b""
+    endpoint: bytes = b""  # where the rank serves its files to other nodes
+    replicas: Replicas | None = None
 
 
 class Storing:

@@ -34,6 +34,7 @@ from megatron_datastates.pipeline.near.places import (
     warn_if_shared,
 )
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
+from megatron_datastates.pipeline.near.share import NearPlace
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
@@ -88,7 +89,8 @@ class NearTier:
             if is_first:
                 # While the first save is written: a job that is killed in it came later than others, too.
                 # After what is said above, which may be why a list cannot be written.
-                self._note_job(context, publication.extras.origin, context.rank == 0, is_first_of_node())
+                origin = publication.publisher.extras.origin
+                self._note_job(context, origin, context.rank == 0, is_first_of_node())
 
     def _choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
         directory = publication.save.context.directory
@@ -100,7 +102,7 @@ class NearTier:
                 self._node = node_of(self.root)
                 if is_first_of_node():
                     warn_if_shared(self.root)
-            publication.node, publication.host = self._node, host_name()
+            publication.publisher.place = NearPlace(self._node, host_name())
             if self._is_behind(directory):
                 return None
             folder = self._run_folder(directory) / directory.name
@@ -119,8 +121,8 @@ class NearTier:
         self._is_warned = False
         self._begun.append((publication, folder, wanted_bytes * self._ranks))
         if self.replicas is not None:
-            publication.replicas = self.replicas
-            publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
+            endpoint = self.replicas.offer(publication.save.context.save_id, folder)
+            publication.publisher.place = NearPlace(self._node, host_name(), endpoint, self.replicas)
         return folder
 
     def _run_folder(self, checkpoint: Path) -> Path:
@@ -202,7 +204,8 @@ class NearTier:
 
     def on_end(self, publication: Publication) -> None:
         """Takes note of a save that is over."""
-        context, near = publication.save.context, publication.near
+        context, publisher = publication.save.context, publication.publisher
+        near = publisher.near
         if self.replicas is not None:
             self.replicas.withdraw(context.save_id)
         is_first = publication.collectives.rank == 0
@@ -212,7 +215,7 @@ class NearTier:
             if context.near is not None and near is not None and near.stores:
                 self.drain.note_failed(context.near, context.save_id, near.storing.withdraw)
             return
-        self._note_job(context, publication.extras.origin, is_first, near is not None and near.stores)
+        self._note_job(context, publisher.extras.origin, is_first, near is not None and near.stores)
         if near is None:
             self.drain.note_far()
             return
@@ -220,11 +223,11 @@ class NearTier:
         if is_first and (near.copied is not None or publication.ranks_without_copies):
             self._report(_report_of(publication, near.copied or Copied(time.time(), [])))
         self._published += 1
-        self._ranks = max(int((publication.records.columns["node"] == self._node).sum()), 1)
+        self._ranks = max(int((publisher.records.columns["node"] == self._node).sum()), 1)
         if near.small_files is None or not (near.stores or is_first):
             self.drain.note_published()
             return
-        assert publication.far_published is not None  # or the save would not be near
+        assert publisher.far_published is not None  # or the save would not be near
         every = self._options.drain_every
         self.drain.add(
             NearSave(
@@ -235,11 +238,11 @@ class NearTier:
                 files=near.files,
                 small_files=near.small_files,
                 others=near.others,
-                publisher=publication.publisher_for(near.small_files) if is_first else None,
-                publishing=publication.layouts.publishing,
+                publisher=publisher.in_directory(near.small_files) if is_first else None,
+                publishing=publisher.layouts.publishing,
                 is_drained=near.needs_drain or self._published % every == 0,
                 has_copies=self.replicas is not None and not publication.ranks_without_copies,
-                published=publication.far_published,
+                published=publisher.far_published,
             )
         )
 

@@ -1,0 +1,238 @@
+"""One rank's part in publishing a save: what it sends, and what its thread writes beside the trainer.
+
+What belongs here: steps 3 and 4 of the protocol in publication.py, as far as one rank does them alone. Rank
+0 writes index and manifest into the checkpoint's directory; if files are in near tiers, it prepares them for
+all ranks instead, and the first rank of each node stores them. What does not: which step comes next
+(publication.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.near.share import NearPlace, NearShare
+from megatron_datastates.pipeline.publishing.collectives import Collectives
+from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
+from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.saving.flag import Flag
+from megatron_datastates.pipeline.saving.rank_save import RankSave
+from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
+
+_LOOK_SECONDS = 0.002
+
+
+class Publisher:
+    """This rank's part in publishing one save.
+
+    Args:
+        far_published: called by rank 0's thread, with False, as the last act of publishing in the directory.
+
+    Attributes:
+        place: set before the save starts.
+        records: of all ranks; set before `start`.
+        near: once records are known, if there are files in near tiers.
+        is_manifest_in_place: the manifest is in its place, or may yet be; also after a failure.
+        published_at: by perf_counter: on rank 0 once it has published, elsewhere once that is known.
+        is_given_up: nobody polls the save any more; set by the trainer's thread.
+    """
+
+    def __init__(
+        self,
+        save: RankSave,
+        layouts: LayoutStore,
+        faults: Faults,
+        extras: PublicationExtras,
+        far_published: Callable[[SaveId, bool], None] | None,
+    ) -> None:
+        self._save, self._faults = save, faults
+        self.layouts, self.extras, self.far_published = layouts, extras, far_published
+        self.indexes = IndexExchange(save, layouts)
+        self.place = NearPlace()
+        self.records = Records()
+        self.near: NearShare | None = None
+        self.is_manifest_in_place = False
+        self.published_at: float | None = None
+        self.is_given_up = False
+        self._done = Flag()
+        self._thread: BackgroundThread | None = None
+        self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
+
+    @property
+    def is_done(self) -> bool:
+        """Returns whether this rank has done its part."""
+        return self._done.is_set()
+
+    @property
+    def has_thread(self) -> bool:
+        """Returns whether a thread of this rank has begun to publish."""
+        return self._thread is not None
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits until no manifest is being written any more; returns False if that takes longer."""
+        return self._thread is None or self._thread.join(seconds)
+
+    # -- the trainer's thread ---------------------------------------------------------------------------
+
+    def record(self, *, is_first: bool) -> RankRecord:
+        """Returns what this rank sends to all ranks.
+
+        Args:
+            is_first: whether this is rank 0, which decides when layouts are forgotten.
+        """
+        index_bytes, providers_bytes = self.indexes.unknown_bytes()
+        return record_of(
+            self._save,
+            index_bytes=index_bytes,
+            providers_digest=self.indexes.providers[0],
+            providers_bytes=providers_bytes,
+            node=self.place.node,
+            host=self.place.host,
+            endpoint=self.place.endpoint,
+            forgets=is_first and self.layouts.should_forget(),
+        )
+
+    def start(self, collectives: Collectives, *, is_awaited: bool) -> None:
+        """Starts to publish, now that the records of all ranks are here. Collective.
+
+        Args:
+            is_awaited: the trainer does nothing but wait for this save.
+        """
+        records = self.records
+        if records.columns["is_near"].any():
+            self.near = NearShare(
+                records, self._save.context, self.layouts, self._faults, self.place.replicas
+            )
+        elif collectives.rank != 0:
+            self._done.set()  # all that is left is rank 0's
+        sizes = records.sent_bytes()
+        if sizes.any():  # the same on every rank: all have read the same records
+            self.indexes.start(collectives, sizes)
+        if collectives.rank == 0:
+            self.layouts.add_providers(*self.indexes.providers)
+            self._run(self._publish, is_awaited)
+
+    def look(self, *, is_awaited: bool) -> None:
+        """Notices what has arrived from other ranks; starts this rank's part of publishing near.
+
+        Args:
+            is_awaited: as in `start`.
+        """
+        self.indexes.look()
+        near = self.near
+        if near is None or not near.has_arrived():
+            return
+        if near.has_part:
+            self._run(functools.partial(self._publish_near, near), is_awaited, writes_manifest=near.stores)
+        else:
+            self._done.set()
+
+    def _run(self, function: Callable[[], None], is_awaited: bool, *, writes_manifest: bool = True) -> None:
+        """Runs a part of publishing beside the trainer, and after those of earlier saves."""
+        delay, before = 0.0 if is_awaited else AFTER_POLL_SECONDS, self.layouts.publisher
+        thread = BackgroundThread(function, after=before, delay=delay)
+        try:
+            self.is_manifest_in_place = writes_manifest  # until the thread reports that it is not
+            thread.start()
+            self._thread = self.layouts.publisher = thread
+            return
+        except RuntimeError as error:  # no thread could be started, on this rank only
+            cause = error.with_traceback(None)
+        # While the interpreter ends, Python starts no threads; the program may still wait for its saves.
+        if self._can_publish_here(before):
+            function()
+        else:
+            self.is_manifest_in_place = False
+            self._save.fail(cause)
+
+    def _can_publish_here(self, before: BackgroundThread | None) -> bool:
+        """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
+
+        Not longer: an earlier save's thread may wait for something that only polls notice.
+        """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.indexes.is_awaited:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+            self.indexes.look()
+        return before is None or before.join(max(deadline - time.monotonic(), 0.0))
+
+    # -- where another program brings the ranks together (parts.py) -------------------------------------
+
+    def part(self) -> SavedPart:
+        """Returns this rank's part of a durable save."""
+        record = self.record(is_first=self._save.context.rank == 0)
+        # A rank that stores nothing has a layout, and no data file.
+        indexes = tuple(layout.index for layout in self.indexes.own[: len(record.layouts())])
+        return SavedPart(self._save.context.save_id, record.encode(), indexes, self.indexes.providers[1])
+
+    def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
+        """Publishes the parts of all ranks, in their order, on this thread. A failure is the save's."""
+        self.records, self.extras = Records(b"".join(part.record for part in parts)), extras
+        epoch = self.layouts.begin_use()
+        try:
+            if self.layouts.should_forget():
+                self.layouts.forget(epoch)
+            self._written_as = self.indexes.store_parts(self.records, parts)
+            self._publish_here()
+        finally:
+            self.layouts.end_use(epoch, ())  # this process sends nothing to itself: it needs to know nothing
+
+    # -- the publishing thread --------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Publishes on rank 0; or prepares what all ranks need to do so near."""
+        try:
+            self.indexes.store(self.records, lambda: self.is_given_up)
+            if self.near is not None:  # changes nothing in --save: waits for no drain that publishes there
+                self.is_manifest_in_place = False  # until this rank stores it
+                self.near.offer(self._new_small_files())
+                return
+        except BaseException as error:  # or polls would wait for ever
+            self.is_manifest_in_place = False
+            self._save.fail(error)
+            return
+        self._publish_here()
+
+    def _publish_here(self) -> None:
+        """Publishes in the checkpoint's directory."""
+        with self.layouts.publishing:
+            publisher: DirectoryPublisher | None = None
+            try:
+                publisher = self.in_directory(self._new_small_files())
+                publisher.publish()
+                if self.far_published is not None:
+                    self.far_published(self._save.context.save_id, False)
+            except BaseException as error:  # as above
+                self.is_manifest_in_place = publisher is not None and publisher.is_in_place
+                self._save.fail(error)
+                return
+            self._note_done()  # last: no later save publishes while this one still removes files
+
+    def _publish_near(self, near: NearShare) -> None:
+        try:
+            near.do_part(lambda: self.is_given_up)
+        except BaseException as error:  # as above
+            self.is_manifest_in_place = near.is_in_place
+            self._save.fail(error)
+            return
+        self._note_done()
+
+    def _note_done(self) -> None:
+        self.published_at = time.perf_counter()
+        self._done.set()
+
+    def _new_small_files(self) -> SmallFiles:
+        return small_files(self._save, self.records, self.layouts, self.extras, self._written_as)
+
+    def in_directory(self, files: SmallFiles) -> DirectoryPublisher:
+        """Returns what publishes this save in the directory of its checkpoint."""
+        context, superseded = self._save.context, self.extras.superseded
+        return DirectoryPublisher(context.directory, context.save_id, files, self._faults, superseded)
