@@ -212,7 +212,7 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
         if save.context.save_id.ordinal == 2 and save.context.rank == 0:
             # The first one is over before the second one's records are read.
             goes_on.set()
-            saves[0][0].join_publisher()
+            saves[0][0].publisher.join()
         return record
 
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
