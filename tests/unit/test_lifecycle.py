@@ -20,7 +20,7 @@ from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import publication as publication_module
+from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.runs import is_published
@@ -184,7 +184,7 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
             self.looks += 1
             return self.looks >= looks
 
-    monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(publisher_module, "PATIENCE_SECONDS", 0.1)
     publication = saver.start(tmp_path / "c", State(BIG))
     publication.publisher.indexes._pending = Indexes()
     assert publication.publisher._can_publish_here(None) == (looks == 3)
@@ -194,7 +194,7 @@ def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, 
 
 def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):
     second_failed = threading.Event()
-    monkeypatch.setattr(publication_module, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(publisher_module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: second_failed.wait(LIMIT_SECONDS))
     first = saver.start(tmp_path / "first", State(BIG))
     while not first.publisher.has_thread:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import publication as publications
+from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.report import Listener
@@ -201,7 +201,8 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records of all ranks say how many bytes come: what a rank knows since then must not change that."""
-    record_of, goes_on, look = publications.record_of, threading.Event(), directory_publisher.require_files
+    record_of, look = publisher_module.record_of, directory_publisher.require_files
+    goes_on = threading.Event()
 
     def dawdling(directory: Path, manifest) -> None:
         look(directory, manifest)
@@ -216,7 +217,7 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
         return record
 
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
-    monkeypatch.setattr(publications, "record_of", recorded)
+    monkeypatch.setattr(publisher_module, "record_of", recorded)
     ranks = RanksInTurn(2)
     saves: list[list[Publication]] = [[], []]  # by rank
     for number in range(2):
