@@ -124,6 +124,11 @@ class Publication:
             return self.save.state
         return State.PUBLISHED if self.outcome is Outcome.PUBLISHED else State.FAILED
 
+    @property
+    def records(self) -> Records:
+        """Returns what the ranks have sent of their files; empty before all are durable."""
+        return self.publisher.records
+
     # -- polls ------------------------------------------------------------------------------------------
 
     def poll(self, *, waits: bool = False) -> Outcome:

@@ -168,7 +168,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """Returns the report of one save on this rank; docs/reports.md lists the fields."""
     save = publication.save
     times = save.times()
-    records = publication.publisher.records.columns
+    records = publication.records.columns
     stable = records["stable_file_bytes"]
     data = int(records["file_bytes"].sum() + stable.sum())
     linked = int(stable[records["stable_ordinal"] != save.context.save_id.ordinal].sum())

@@ -196,7 +196,7 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     indexes.PATIENCE_SECONDS = 0.2
     saver = Saver(OPTIONS, SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
-    while not publication.publisher.records:
+    while not publication.records:
         if publication._pending_records is not None:
             assert publication._polls._pending_sum is not None
             publication._polls._pending_sum.result()  # all that was enqueued before is done

@@ -151,7 +151,7 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     fails = f"{NEVER_FAR},write manifest:2:stall=1000,rename manifest:2:EIO"
     nodes = Nodes(tmp_path, {"faults": slow}, {"faults": fails})
     first = nodes.save(3).save.context.save_id
-    near = nodes.save(3).near
+    near = nodes.save(3).publisher.near
     assert near is not None
     eventually(lambda: near.is_in_place)
     eventually(lambda: published_in(nodes.near(0, 3)) == first)

@@ -207,7 +207,7 @@ def test_a_near_tier_of_no_use_is_left_out_with_one_warning(
     for iteration in (1, 2):
         publication = nodes.save(iteration)
         assert publication.outcome is Outcome.PUBLISHED
-        assert [record.is_near for record in publication.publisher.records] == [True, False]
+        assert [record.is_near for record in publication.records] == [True, False]
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)

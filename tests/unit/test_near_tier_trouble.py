@@ -702,7 +702,7 @@ def test_a_drain_and_a_save_into_the_same_directory_publish_one_after_the_other(
 
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     nodes = Nodes(tmp_path)
-    assert nodes.save(1).near is not None
+    assert nodes.save(1).publisher.near is not None
     wait_for(has_looked.is_set)
     monkeypatch.setattr(tier, "free_bytes", lambda root: 0)
     later = nodes.save(1)

@@ -458,7 +458,8 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(
         save=rank_save,
-        publisher=SimpleNamespace(records=Records.of(records), published_at=None),
+        publisher=SimpleNamespace(published_at=None),
+        records=Records.of(records),
         outcome=Outcome.PUBLISHED,
         error=None,
         is_prepared=False,

@@ -223,7 +223,7 @@ class NearTier:
         if is_first and (near.copied is not None or publication.ranks_without_copies):
             self._report(_report_of(publication, near.copied or Copied(time.time(), [])))
         self._published += 1
-        self._ranks = max(int((publisher.records.columns["node"] == self._node).sum()), 1)
+        self._ranks = max(int((publication.records.columns["node"] == self._node).sum()), 1)
         if near.small_files is None or not (near.stores or is_first):
             self.drain.note_published()
             return
