@@ -707,7 +707,7 @@ def test_a_drain_and_a_save_into_the_same_directory_publish_one_after_the_other(
     monkeypatch.setattr(tier, "free_bytes", lambda root: 0)
     later = nodes.save(1)
     is_over.set()
-    assert later.outcome is Outcome.PUBLISHED and later.near is None
+    assert later.outcome is Outcome.PUBLISHED and later.publisher.near is None
     nodes.close()
     nodes.check(1)
     assert published_in(nodes.directory(1)) == later.save.context.save_id

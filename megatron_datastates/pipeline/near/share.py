@@ -7,9 +7,9 @@ other nodes' files, if the options ask for any (replicas.py).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,8 +45,7 @@ class _Offer(msgspec.Struct):
 _OFFER = msgspec.msgpack.Decoder(_Offer)
 
 
-@dataclasses.dataclass(frozen=True)
-class NearPlace:
+class NearPlace(NamedTuple):
     """Whose near tier a rank can use, the name of that node, and who makes copies of others' files."""
 
     node: int = 0

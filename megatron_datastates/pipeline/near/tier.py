@@ -102,7 +102,8 @@ class NearTier:
                 self._node = node_of(self.root)
                 if is_first_of_node():
                     warn_if_shared(self.root)
-            publication.publisher.place = NearPlace(self._node, host_name())
+            place = NearPlace(self._node, host_name())
+            publication.publisher.place = place
             if self._is_behind(directory):
                 return None
             folder = self._run_folder(directory) / directory.name
@@ -122,7 +123,7 @@ class NearTier:
         self._begun.append((publication, folder, wanted_bytes * self._ranks))
         if self.replicas is not None:
             endpoint = self.replicas.offer(publication.save.context.save_id, folder)
-            publication.publisher.place = NearPlace(self._node, host_name(), endpoint, self.replicas)
+            publication.publisher.place = place._replace(endpoint=endpoint, replicas=self.replicas)
         return folder
 
     def _run_folder(self, checkpoint: Path) -> Path:
