@@ -269,7 +269,7 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
         layout = plan.layout
         header = b"h" * HEADER_BYTES
         save = engine.begin(path, header, layout, plan.first.copies, memory.addresses, memory.owners, 0)
-        assert save.fence(20)
+        assert save.fence(120)
         save.tail.close()
         while not save.wait_written():
             pass
