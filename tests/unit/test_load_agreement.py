@@ -86,6 +86,16 @@ def test_failures_of_many_ranks_fit_into_memory_together(monkeypatch):
     assert len(pickle.dumps(agreement.failure)) * 16384 < 100 << 20
 
 
+def test_causes_of_many_ranks_fit_into_memory_together(monkeypatch):
+    monkeypatch.setattr(collectives, "ranks_of", lambda group=None: range(16384))
+    agreement = Agreement("ck", None)
+    agreement.fail(raised_from(FormatError("the index names " + "'decoder.layers.mlp.weight', " * 50_000)))
+    assert agreement.failure is not None and type(agreement.failure.cause) is FormatError
+    assert str(agreement.failure.cause).startswith("the index names 'decoder.layers.mlp.weight', ")
+    assert str(agreement.failure.cause).endswith(" more characters)")
+    assert len(pickle.dumps(agreement.failure)) * 16384 < 100 << 20
+
+
 def part(rank: int, ranks: int) -> dict[str, int]:
     return {"rank": rank, "ranks": ranks}
 
