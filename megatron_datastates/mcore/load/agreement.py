@@ -92,7 +92,9 @@ class Failure:
         # An error that is also Megatron's has ours as its cause.
         is_ours_alone = isinstance(error, DataStatesError) and not isinstance(error, CheckpointingException)
         ours = error if is_ours_alone else error.__cause__
-        text = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
+        text = type(error).__name__
+        with contextlib.suppress(Exception):  # a class of somebody's own, without a text
+            text = str(error) if isinstance(error, CheckpointingException) else f"{text}: {error}"
         cause = ours if isinstance(ours, DataStatesError) else None
         if cause is not None and len(str(cause)) > most:
             cause = type(cause)(_bounded(str(cause), most))
