@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, NoReturn, cast
 
-from megatron_datastates.errors import OptionError
+from megatron_datastates.errors import OptionError, is_interrupt
 from megatron_datastates.seekable import SeekableReads
 
 SCHEME = "msc://"
@@ -370,7 +370,7 @@ def _without_secrets(error: Exception) -> str:
     return f"{type(error).__name__}: {_without_password(error)}"
 
 
-def _without_password(error: Exception) -> str:
+def _without_password(error: BaseException) -> str:
     return _PASSWORD.sub("***@", str(error))
 
 
@@ -391,7 +391,9 @@ def _errors_of(path: Path) -> Iterator[None]:
         if error.errno is not None:
             raise
         raise OSError(errno.EIO, _without_password(error), str(path)) from error
-    except Exception as error:  # RuntimeError, RetryableError, and the store's own library's
+    except BaseException as error:  # RuntimeError, RetryableError, the store's own library's; Rust's panics
+        if is_interrupt(error):
+            raise
         reason = f"{type(error).__name__}: {_without_password(error)}"
         raise OSError(errno.EIO, reason, str(path)) from error
 

@@ -45,6 +45,8 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
     plan, call = plan_prune(root, rules, others), _Call(yes, quiet=as_json)
     for one, why in plan.kept:
         call.keep(one, why)
+    if yes and plan.removed:
+        rules = rules.by_clock_of(plan.removed[0].path.parent)
     for one in plan.removed:
         try:
             if not one.complete:

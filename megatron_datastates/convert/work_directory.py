@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import StorageError
-from megatron_datastates.files import lock
+from megatron_datastates.files import lock, open_regular
 from megatron_datastates.format.directory import is_of_a_format
 
 _CLAIM = ".datastates-claim-"
@@ -113,7 +113,9 @@ def _remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 def require_claim(work_directory: Path, target: Path, claim: str) -> None:
     """Raises StorageError if another conversion to the target has used the directory meanwhile."""
     names: list[str] = []
-    with contextlib.suppress(FileNotFoundError):  # the other one has finished
+    with contextlib.suppress(FileNotFoundError):  # the other one has emptied it, or finished
+        # What a client of NFS lists may be a minute old. To open a file, it asks the server.
+        open_regular(work_directory / claim).close()
         names = os.listdir(work_directory)
     if [name for name in names if name.startswith(_CLAIM)] != [claim]:
         raise _another_makes(target)

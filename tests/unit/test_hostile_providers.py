@@ -118,6 +118,22 @@ def test_whatever_a_writer_raises_on_another_thread_fails_the_save(
     wait_until_empty(tmp_path)
 
 
+class NoText(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("mutability", LATER, **by_name)
+def test_an_error_without_a_text_on_another_thread_leaves_no_file(
+    tmp_path: Path, mutability: Mutability
+) -> None:
+    with pytest.raises(SaveFailedError, match="rank 0: NoText"):
+        ds.save({"p": Yields(StreamSource("s", _raising(NoText()), mutability))}, tmp_path)
+    wait_until_empty(tmp_path)
+
+
 def test_an_interrupted_save_leaves_no_file_and_delays_no_fence(tmp_path: Path) -> None:
     interrupted = StreamSource("now", _raising(KeyboardInterrupt()))
     later = StreamSource("later", lambda write: write(b"x"), Mutability.AT_FENCE)

@@ -75,6 +75,16 @@ def test_of_several_failures_of_a_rank_the_first_one_counts():
     assert agreement.failure is not None and agreement.failure.text == "ValueError: the cause"
 
 
+def test_a_failure_without_a_text_reaches_the_other_ranks():
+    class NoText(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    agreement = Agreement("ck", None)
+    agreement.fail(NoText())
+    assert agreement.failure is not None and agreement.failure.text == "NoText"
+
+
 def test_failures_of_many_ranks_fit_into_memory_together(monkeypatch):
     """A strict load names every key that the model lacks, on each rank; each gets the texts of all."""
     monkeypatch.setattr(collectives, "ranks_of", lambda group=None: range(16384))
@@ -83,6 +93,16 @@ def test_failures_of_many_ranks_fit_into_memory_together(monkeypatch):
     assert agreement.failure is not None
     assert agreement.failure.text.startswith("ValueError: Missing keys: 'decoder.layers.mlp.weight', ")
     assert agreement.failure.text.endswith("... (1445930 more characters)")
+    assert len(pickle.dumps(agreement.failure)) * 16384 < 100 << 20
+
+
+def test_causes_of_many_ranks_fit_into_memory_together(monkeypatch):
+    monkeypatch.setattr(collectives, "ranks_of", lambda group=None: range(16384))
+    agreement = Agreement("ck", None)
+    agreement.fail(raised_from(FormatError("the index names " + "'decoder.layers.mlp.weight', " * 50_000)))
+    assert agreement.failure is not None and type(agreement.failure.cause) is FormatError
+    assert str(agreement.failure.cause).startswith("the index names 'decoder.layers.mlp.weight', ")
+    assert str(agreement.failure.cause).endswith(" more characters)")
     assert len(pickle.dumps(agreement.failure)) * 16384 < 100 << 20
 
 

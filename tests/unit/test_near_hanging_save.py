@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.mcore.training import checks
 from megatron_datastates.pipeline.near import tier
 from megatron_datastates.pipeline.near.places import near_run, published_in
 from megatron_datastates.pipeline.publication import Outcome
-from tests.unit.test_near_tier import Nodes, states_of
+from tests.unit.test_near_tier import STALLED, Nodes, abandon, states_of
 from tests.unit.test_near_tier_trouble import PATIENCE_SECONDS, next_job, wait_for
 
 LIMIT_SECONDS = 20.0  # for a save whose questions are not answered, on a busy machine
@@ -147,3 +150,23 @@ def test_links_in_the_path_are_followed_once_storage_answers(
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)
+
+
+def test_the_next_job_finds_what_was_saved_while_storage_hung(
+    tmp_path: Path, hangs: Callable[[Path], Storage]
+) -> None:
+    """Also below a link, which a job sees when it starts: later it cannot be followed."""
+    (tmp_path / "far" / "real").mkdir(parents=True)
+    (tmp_path / "far" / "link").symlink_to("real")
+    nodes = Nodes(tmp_path, **STALLED)
+    nodes.run = tmp_path / "far" / "link"
+    checks.check_near_options(SimpleNamespace(save=str(nodes.run)), Options(near=str(nodes.roots[0])))
+    storage = hangs(tmp_path / "far")
+    assert timed(lambda: nodes.save(1)).outcome is Outcome.PUBLISHED
+    for saver in nodes.ranks.savers:
+        assert saver.near is not None
+        saver.near.drain._abandoned = True
+    storage.mend()
+    abandon(nodes)
+    assert not nodes.is_far(1)
+    assert published_in(nodes.near(0, 1)) == published_in(nodes.near(1, 1)) is not None

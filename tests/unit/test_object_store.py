@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ pytest.importorskip("multistorageclient")
 pytest.importorskip("moto")
 
 from botocore.retries.standard import ExponentialBackoff
+from multistorageclient import StorageClient
 
 import megatron_datastates as ds
 from megatron_datastates import stores
@@ -215,6 +217,30 @@ def test_a_request_that_fails_once_is_sent_again(
     nodes = FarNodes(tmp_path)
     assert save(nodes, 1) is Outcome.PUBLISHED
     nodes.close()
+    check(nodes, 1)
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic of a client's Rust."""
+
+
+@pytest.mark.parametrize("name", ["info", "write"])
+def test_a_panic_of_the_client_ends_no_drain(
+    name: str, store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, left = getattr(StorageClient, name), [1]
+
+    def panics(*args: Any, **kwargs: Any) -> Any:
+        if left and threading.current_thread() is not threading.main_thread():
+            left.pop()
+            raise PanicException("in Rust")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(StorageClient, name, panics)
+    nodes = FarNodes(tmp_path)
+    assert save(nodes, 1) is Outcome.PUBLISHED
+    nodes.close()
+    assert not left
     check(nodes, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import time
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_datastates.cli.weights import drop_all
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
@@ -119,6 +121,17 @@ def test_a_clock_that_is_ahead_makes_no_file_of_a_live_save_old(root, monkeypatc
     assert live.exists()
     assert [one.number for one in prune(root, RetentionRules(keep_last=3))] == [100]
     assert (place(root, 200) / LIVE.data_file_name(0)).exists()
+
+
+def test_a_clock_that_is_ahead_drops_no_optimizer_beside_a_live_save(root, monkeypatch, capsys):
+    clock = SimpleNamespace(time=lambda: time.time() + 7200.0)
+    monkeypatch.setattr(removing, "time", clock)
+    monkeypatch.setattr(retention, "time", clock)
+    put(root, 100, LIVE.data_file_name(0), 60)
+    assert drop_all(root, RetentionRules(keep_last=3), {}, yes=True, as_json=True) == 0
+    reasons = {one["iteration"]: one["why"] for one in json.loads(capsys.readouterr().out)["kept"]}
+    assert reasons[100] == "a save into it may be under way"
+    assert reasons[200] == "it has no optimizer state"
 
 
 def test_an_old_file_that_was_linked_just_now_is_no_left_over(root):

@@ -491,6 +491,27 @@ def test_where_locks_are_of_one_node_a_conversion_that_lost_its_files_makes_no_t
     assert not os.listdir(tmp_path)
 
 
+def test_a_claim_that_is_listed_though_it_is_gone_makes_no_target(
+    by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where listings may be a minute old, and `--verify` takes longer after the last write."""
+    path, rename = tmp_path / ".target.converting", job.rename_to_target
+    monkeypatch.setattr(work_directory, "lock", lambda descriptor: True)
+    with contextlib.ExitStack() as other:
+
+        def rename_late(*arguments: Any) -> None:
+            names = os.listdir(path)
+            other.enter_context(locked_work_directory(path, tmp_path / "target", ()))
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "listdir", lambda directory: names)
+                rename(*arguments)
+
+        monkeypatch.setattr(job, "rename_to_target", rename_late)
+        with pytest.raises(StorageError, match=f"another conversion is making {tmp_path / 'target'}: "):
+            convert_to(by_dcp, tmp_path / "target")
+    assert not os.listdir(tmp_path)
+
+
 def test_a_conversion_for_whose_claim_there_is_no_room_leaves_nothing(
     by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

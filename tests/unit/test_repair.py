@@ -156,6 +156,15 @@ def test_fields_that_no_file_states_are_left_out(tmp_path):
     assert any("no common state" in note for note in done.notes)
 
 
+@pytest.mark.parametrize("iteration", [float("inf"), 1 << 63, -1])
+def test_an_iteration_that_no_save_has_is_not_taken(iteration, tmp_path):
+    ranks = RanksInTurn(1)
+    ranks.save(tmp_path / "iter_0000007", [State({"w": torch.ones(3)}, {COMMON: [{"iteration": iteration}]})])
+    ranks.close()
+    lose(tmp_path / "iter_0000007")
+    assert repair(tmp_path / "iter_0000007", options=OPTIONS).manifest.iteration == 7
+
+
 def test_a_provider_that_may_have_stored_nothing_is_loaded(tmp_path):
     """The new manifest does not name the providers of the save."""
     ds.save({"a": torch.ones(3), "idle": Idle()}, tmp_path / "c", **SMALL)

@@ -80,7 +80,8 @@ class Failure:
         """Describes `error`, whatever wraps it.
 
         Args:
-            most: characters of its text; a text of Megatron's may list every key of a checkpoint.
+            most: characters of its text, and of its cause's; one of Megatron's may list every key of a
+                checkpoint.
         """
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -91,11 +92,17 @@ class Failure:
         # An error that is also Megatron's has ours as its cause.
         is_ours_alone = isinstance(error, DataStatesError) and not isinstance(error, CheckpointingException)
         ours = error if is_ours_alone else error.__cause__
-        text = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
+        text = type(error).__name__
+        with contextlib.suppress(Exception):  # a class of somebody's own, without a text
+            text = str(error) if isinstance(error, CheckpointingException) else f"{text}: {error}"
         cause = ours if isinstance(ours, DataStatesError) else None
-        if len(text) > most:
-            text = f"{text[:most]}... ({len(text) - most} more characters)"
-        return cls(text, socket.gethostname(), cause, isinstance(error, LoadMismatch))
+        if cause is not None and len(str(cause)) > most:
+            cause = type(cause)(_bounded(str(cause), most))
+        return cls(_bounded(text, most), socket.gethostname(), cause, isinstance(error, LoadMismatch))
+
+
+def _bounded(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
 
 
 class Agreement:

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -114,7 +113,8 @@ def restated_where_needed(arguments: dict[str, Any], parts_if_any: PartsIfAny | 
         return None
     checkpoint, common = open_checkpoint(directory), read_common_state(directory)
     with _errors(directory), checkpoint.costs.timing("planning"):
-        restated = restate(request, checkpoint, common, ChainMap(*parts))
+        packed = {key: stored for each in parts for key, stored in each.items()}
+        restated = restate(request, checkpoint, common, packed)
     announce(directory, any(is_offloaded(state) for state, _ in _bucket_states(request)))
     return restated
 

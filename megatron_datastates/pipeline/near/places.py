@@ -51,6 +51,7 @@ SPARE_BYTES = 64 << 20  # of a near tier that are left free
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
 NODES_NAME = "nodes.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_real_paths: dict[Path, str] = {}  # of directories of runs, as they were seen last
 
 
 class NodeEntry(msgspec.Struct):
@@ -99,13 +100,24 @@ def near_root(option: str | os.PathLike[str]) -> Path:
     return root.absolute()
 
 
+def real_path(run: Path) -> str:
+    """Returns the path of a run's directory without links; `near_run` remembers it."""
+    path = run.absolute()
+    found = _real_paths[path] = os.path.realpath(path)
+    return found
+
+
 def near_run(root: Path, run: Path, *, follows_links: bool = True) -> Path:
     """Returns the folder of a run in a near tier, by the directory that holds its checkpoints.
 
     Args:
-        follows_links: in the path of that directory, which is looked at for them.
+        follows_links: in the path of that directory, which is looked at for them. Else they are as this
+            process has seen them last.
     """
-    real = os.path.realpath(run) if follows_links and not is_object(run) else str(run)
+    if is_object(run):
+        real = str(run)
+    else:
+        real = real_path(run) if follows_links else _real_paths.get(run.absolute(), str(run))
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()[:_HASH_DIGITS]
     return root / f"{Path(real).name}-{digest}"
 

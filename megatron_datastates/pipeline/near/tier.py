@@ -130,7 +130,8 @@ class NearTier:
         """Returns the folder of a checkpoint's run in the near tier.
 
         Links in the path are followed once for all saves: while --save is away, they lead nowhere. While it
-        hangs, none is followed.
+        hangs, they count as they were when the job started: ranks of a node, and the next job's load, have to
+        find the same folder.
         """
         run = checkpoint.absolute().parent
         if run not in self._folders:

@@ -133,7 +133,7 @@ class RankSave:
             self.tail.close()
             if self._finisher is None:
                 self.tail.drop_sources()
-            self._cancel(str(error))
+            self._cancel(self.failure or "")  # an error may have no text
             if is_interrupt(error):  # nobody will poll this save
                 self.cancel_and_remove(f"interrupted by {type(error).__name__}")
                 raise
@@ -398,7 +398,7 @@ class RankSave:
             self._durable.set()
         except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
             self.fail(error)  # before cancelling, or the next poll reports the cancellation as the cause
-            self._cancel(str(error))
+            self._cancel(self.failure or "")  # an error may have no text
             self.tail.close()  # before what may take long: the trainer may wait for it
             self._remove()
         self.tail.close()

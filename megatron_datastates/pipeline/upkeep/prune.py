@@ -25,7 +25,6 @@ Object stores: the same rules, for checkpoints of ours; the protocol is prune_ob
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import shutil
@@ -39,7 +38,7 @@ from megatron_datastates.files import Status, is_object, put_back, status_of
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs.runs import Iteration
-from megatron_datastates.pipeline.upkeep.left_overs import clock_ahead, content_of, is_gone
+from megatron_datastates.pipeline.upkeep.left_overs import content_of, is_gone
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.upkeep.retention import (
     NO_OTHERS,
@@ -72,8 +71,7 @@ def prune(
     points, gone = Faults(faults), []
     plan = plan_prune(root, rules, others)
     if plan.removed:
-        least_age = rules.min_age_seconds + clock_ahead(plan.removed[0].path.parent)
-        rules = dataclasses.replace(rules, min_age_seconds=least_age)
+        rules = rules.by_clock_of(plan.removed[0].path.parent)
     for one in plan.removed:
         index_name = others[one.format].index_name if one.format in others else MANIFEST_NAME
         try:

@@ -444,6 +444,7 @@ def _state(checkpoint: Checkpoint) -> object:
 
 def _iteration_of(state: object) -> int | None:
     try:
-        return int(state["iteration"]) if isinstance(state, dict) else None
-    except (LookupError, TypeError, ValueError):
+        found = int(state["iteration"]) if isinstance(state, dict) else -1
+    except (LookupError, TypeError, ValueError, OverflowError):
         return None
+    return found if 0 <= found < 1 << 63 else None

@@ -36,6 +36,7 @@ from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, fin
 from megatron_datastates.pipeline.upkeep.left_overs import (
     UnnamedFile,
     age_text,
+    clock_ahead,
     under_way,
     unfinished_uploads,
     unnamed_files,
@@ -64,6 +65,10 @@ class RetentionRules:
         for name, number in given.items():
             if number is not None and number < 1:
                 raise OptionError(f"{name} {number}: expected at least 1")
+
+    def by_clock_of(self, directory: Path) -> RetentionRules:
+        """Returns the rules for a file system, by whose clock files are as old as the plan has found them."""
+        return dataclasses.replace(self, min_age_seconds=self.min_age_seconds + clock_ahead(directory))
 
 
 @dataclasses.dataclass(frozen=True)
