@@ -17,7 +17,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.near import copying, drain, places, replicas, room, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
@@ -151,7 +151,7 @@ def test_the_tracker_follows_the_order_in_which_saves_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first save after a restart went to --save right away; then the drain brings one from before it."""
-    monkeypatch.setattr(training_near, "_tracked", {})
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
     for iteration in (5, 10, 20):
         (tmp_path / f"iter_{iteration:07d}").mkdir()
     before, after = SaveId(1, 7), SaveId(OTHER_RUN, 1)
@@ -160,7 +160,7 @@ def test_the_tracker_follows_the_order_in_which_saves_began(
         (before, 5, 0, "10"),
         (after, 20, 2, "20"),
     ]:
-        training_near._track(tmp_path, iteration, save_id, None, number, True)
+        tracker_writing._track(tmp_path, iteration, save_id, None, number, True)
         assert (tmp_path / TRACKER_NAME).read_text() == tracked
 
 

@@ -24,7 +24,7 @@ from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
@@ -431,9 +431,9 @@ def test_megatron_writes_no_tracker_where_it_could_fail(
     near = tmp_path / "near"
     arguments = SimpleNamespace(save=str(tmp_path / "far"))
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    monkeypatch.setattr(training_near, "_is_on", False)  # retention reads it: put back when the test ends
+    monkeypatch.setattr(tracker_writing, "_is_near", False)  # retention reads it: put back when the test ends
     for iteration in (1, 2):
-        with training_near.saving(dataclasses.replace(OPTIONS, near=str(near))):
+        with tracker_writing.saving(dataclasses.replace(OPTIONS, near=str(near))):
             tracker = Path(checkpointing.get_checkpoint_tracker_filename(arguments.save))
         near.mkdir(exist_ok=True)
         near.rename(tmp_path / f"gone{iteration}")  # before the save is over

@@ -87,7 +87,7 @@ class Node:
 def resumable(run: Path) -> int | None:
     """Returns the iteration that a load resumes from: the tracked one, or the newest complete one.
 
-    The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
+    The latter, if the tracker is damaged (mcore/training/tracker_recovery.py) or names what is not there.
 
     Raises:
         StorageError: the run's directory, or a checkpoint in it, is there and cannot be read.
