@@ -343,7 +343,7 @@ def test_a_file_that_vanishes_in_save_keeps_no_later_checkpoint_from_it(
     nodes.save(1)
     (file,) = nodes.near(0, 1).glob("data-00000-*")
     first = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
-    eventually(lambda: any(file.name in save.found for save in first._to_publish))  # rank 0 has seen it
+    eventually(lambda: any(file.name in save.arrived for save in first._to_publish))  # rank 0 has seen it
     shutil.rmtree(nodes.directory(1))
     nodes.save(2)
     eventually(lambda: nodes.is_far(2))

@@ -121,15 +121,15 @@ def plan_prune(
     latest = by_branch(path, undamaged, rules.keep_last or 1)
     basis = _Basis(rules, others, listing, complaints, sorted(undamaged), latest)
     plan = PrunePlan([], [], _old(listing.uploads, rules), listing.note, basis.undamaged)
-    for one in wanted:
+    for iteration in wanted:
         with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
-            unnamed = _unnamed(one, basis)
-            why = _reason(one, basis) or _use(one, unnamed, basis)
+            unnamed = _unnamed(iteration, basis)
+            why = _reason(iteration, basis) or _use(iteration, unnamed, basis)
             if why is None:
-                plan.removed.append(one)
+                plan.removed.append(iteration)
                 continue
-            plan.kept.append((one, why))
-            if one.format == BACKEND and one.complete and complaints[one.path] is None:
+            plan.kept.append((iteration, why))
+            if iteration.format == BACKEND and iteration.complete and complaints[iteration.path] is None:
                 plan.left_overs.extend(_old(unnamed, rules))
     return plan
 
@@ -177,37 +177,37 @@ def _old(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
     return [file for file in files if file.age_seconds >= rules.min_age_seconds]
 
 
-def _seen(one: Iteration, others: OtherFormats) -> Iteration:
+def _seen(iteration: Iteration, others: OtherFormats) -> Iteration:
     """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
-    if one.format not in others or not one.complete:
-        return one
-    index = one.path / others[one.format].index_name
-    is_removed = (one.path / REMOVAL_NAME).exists() and not index.exists()
-    return dataclasses.replace(one, complete=not is_removed)
+    if iteration.format not in others or not iteration.complete:
+        return iteration
+    index = iteration.path / others[iteration.format].index_name
+    is_removed = (iteration.path / REMOVAL_NAME).exists() and not index.exists()
+    return dataclasses.replace(iteration, complete=not is_removed)
 
 
-def _unnamed(one: Iteration, basis: _Basis) -> list[UnnamedFile]:
+def _unnamed(iteration: Iteration, basis: _Basis) -> list[UnnamedFile]:
     """Returns the files that may be those of a save that is under way."""
-    if one.path.is_symlink() or (basis.complaints[one.path] or "").startswith(_UNREADABLE):
+    if iteration.path.is_symlink() or (basis.complaints[iteration.path] or "").startswith(_UNREADABLE):
         return []
-    if one.format == BACKEND:
-        return unnamed_files(one.path)
-    if one.format not in basis.others:
+    if iteration.format == BACKEND:
+        return unnamed_files(iteration.path)
+    if iteration.format not in basis.others:
         return []
-    return unnamed_files(one.path) + _newer_than_index(one, basis.others[one.format])
+    return unnamed_files(iteration.path) + _newer_than_index(iteration, basis.others[iteration.format])
 
 
-def _newer_than_index(one: Iteration, format: OtherFormat) -> list[UnnamedFile]:
+def _newer_than_index(iteration: Iteration, format: OtherFormat) -> list[UnnamedFile]:
     """Returns the data files that were written after the index; where that is missing, all files."""
     status = {}
-    with os.scandir(one.path) as entries:
+    with os.scandir(iteration.path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 status[entry.name] = entry.stat(follow_symlinks=False)
     status.pop(REMOVAL_NAME, None)
-    published, now = status.get(format.index_name) if one.complete else None, time.time()
+    published, now = status.get(format.index_name) if iteration.complete else None, time.time()
     return [
-        UnnamedFile(one.path / name, each.st_size, now - each.st_mtime)
+        UnnamedFile(iteration.path / name, each.st_size, now - each.st_mtime)
         for name, each in sorted(status.items())
         if published is None or (name.endswith(format.data_suffix) and each.st_mtime > published.st_mtime)
     ]
@@ -219,24 +219,25 @@ def _links(root: Path) -> dict[str, str]:
         return {os.path.realpath(entry.path): entry.name for entry in entries if entry.is_symlink()}
 
 
-def _complaint(one: Iteration, others: OtherFormats) -> str | None:
+def _complaint(iteration: Iteration, others: OtherFormats) -> str | None:
     """Returns why the rules do not apply to this directory, or None."""
-    if one.path.is_symlink():
+    if iteration.path.is_symlink():
         return "a link"
-    if one.path.name != iteration_name(one.number):
+    if iteration.path.name != iteration_name(iteration.number):
         return "not named as Megatron names iterations"
     try:
-        is_empty = not any(one.path.iterdir())
-        if not is_object(one.path):
-            os.lstat(f"{one.path}/.")  # fails where names can be listed, and nothing can be opened
+        is_empty = not any(iteration.path.iterdir())
+        if not is_object(iteration.path):
+            os.lstat(f"{iteration.path}/.")  # fails where names can be listed, and nothing can be opened
     except OSError as error:
         return f"{_UNREADABLE}{error.strerror}"
-    if one.format != BACKEND and one.format not in others and not is_empty:  # empty: what a kill has left
-        return f"its format is {one.format}"
-    if not one.complete:
+    if iteration.format not in (BACKEND, *others) and not is_empty:  # empty: what a kill has left
+        return f"its format is {iteration.format}"
+    if not iteration.complete:
         return None
     try:
-        return (_damage if one.format == BACKEND else others[one.format].find_fault)(one.path)
+        find_fault = _damage if iteration.format == BACKEND else others[iteration.format].find_fault
+        return find_fault(iteration.path)
     except (DataStatesError, OSError) as error:
         return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
 
@@ -256,62 +257,63 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _reason(one: Iteration, basis: _Basis) -> str | None:
+def _reason(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why this is kept whatever files are in it, or None."""
-    if (complaint := basis.complaints[one.path]) is not None:
+    if (complaint := basis.complaints[iteration.path]) is not None:
         return complaint
-    if one.number == basis.listing.tracked:
+    if iteration.number == basis.listing.tracked:
         return "the tracker names it"
-    return (_by_rules if one.complete else _incomplete)(one, basis) or _link_to(one, basis.listing.links)
+    why = (_by_rules if iteration.complete else _incomplete)(iteration, basis)
+    return why or _link_to(iteration, basis.listing.links)
 
 
-def _by_rules(one: Iteration, basis: _Basis) -> str | None:
+def _by_rules(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns which rule keeps a complete checkpoint, or None."""
     keep_last, keep_every = basis.rules.keep_last, basis.rules.keep_every
-    if basis.latest[:1] == [one.number]:
+    if basis.latest[:1] == [iteration.number]:
         return "the newest complete one"
-    if keep_last is not None and one.number in basis.latest:
+    if keep_last is not None and iteration.number in basis.latest:
         return f"one of the last {keep_last}"
-    if keep_every is not None and one.number % keep_every == 0:
+    if keep_every is not None and iteration.number % keep_every == 0:
         return f"a multiple of {keep_every}"
     return None
 
 
-def _incomplete(one: Iteration, basis: _Basis) -> str | None:
+def _incomplete(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why an incomplete checkpoint is kept; None if a crash left it, and nothing can repair it."""
-    other, tracked = basis.others.get(one.format), basis.listing.tracked
-    if other is not None and (one.path / other.index_name).exists():
-        return _without_metadata(one, other)
-    may_be_repaired = other is None and _may_be_whole(one.path)
-    if not basis.undamaged or tracked is None or one.number >= min(basis.undamaged[-1], tracked):
+    other, tracked = basis.others.get(iteration.format), basis.listing.tracked
+    if other is not None and (iteration.path / other.index_name).exists():
+        return _without_metadata(iteration, other)
+    may_be_repaired = other is None and _may_be_whole(iteration.path)
+    if not basis.undamaged or tracked is None or iteration.number >= min(basis.undamaged[-1], tracked):
         return f"{_UNDER_WAY}{_REPAIRABLE if may_be_repaired else _DEAD}"
     return "its manifest is lost: see datastates repair" if may_be_repaired else None
 
 
-def _link_to(one: Iteration, links: dict[str, str]) -> str | None:
+def _link_to(iteration: Iteration, links: dict[str, str]) -> str | None:
     """Returns why a directory is kept if a link points to it, or to something in it."""
-    own = os.path.realpath(one.path) if links else ""
+    own = os.path.realpath(iteration.path) if links else ""
     names = [name for target, name in links.items() if Path(target).is_relative_to(own)]
     return f"the link {names[0]} points to it" if names else None
 
 
-def _use(one: Iteration, unnamed: list[UnnamedFile], basis: _Basis) -> str | None:
+def _use(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Basis) -> str | None:
     """Returns why a save may be writing to this directory, or None."""
-    own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == one.path]
+    own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
         return why
-    if is_object(one.path):
+    if is_object(iteration.path):
         return None  # no object, no directory
-    age = time.time() - one.path.stat().st_mtime
-    if one.complete or age >= basis.rules.min_age_seconds or any(one.path.iterdir()):
+    age = time.time() - iteration.path.stat().st_mtime
+    if iteration.complete or age >= basis.rules.min_age_seconds or any(iteration.path.iterdir()):
         return None  # Megatron makes a directory a moment before the first file of a save
     return f"a save into it may be under way: it is empty, and was last changed {age_text(age)} ago"
 
 
-def _without_metadata(one: Iteration, format: OtherFormat) -> str:
+def _without_metadata(iteration: Iteration, format: OtherFormat) -> str:
     """Returns why a directory with an index, and without metadata.json, is kept."""
     with contextlib.suppress(DataStatesError, OSError):
-        if format.find_fault(one.path) is None:
+        if format.find_fault(iteration.path) is None:
             return (
                 "PyTorch's DCP saved it, without metadata.json: prune leaves these alone, delete it by hand"
             )
