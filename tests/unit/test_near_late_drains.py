@@ -29,8 +29,9 @@ from megatron_datastates.pipeline.runs import history, runs
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import note_job
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
+from tests.support.waiting import eventually
 from tests.unit.states import data_files, flip
-from tests.unit.test_near_mishaps import eventually, restart
+from tests.unit.test_near_mishaps import restart
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon
 from tests.unit.test_near_tier_trouble import next_job

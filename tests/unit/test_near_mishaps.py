@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,20 +23,13 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.threads import ThreadPool
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_two_files_a_rank import Shards, adapter_of
 
-SECONDS = 30.0
 OTHER_RUN = 0xB
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def restart(nodes: Nodes, run_id: int = OTHER_RUN) -> None:
@@ -274,12 +266,12 @@ def test_left_overs_are_removed_by_save_and_not_what_has_come_since(
     def slow(path: Path) -> list[str]:
         if Path(path) == nodes.near(0, 5):
             begun.set()
-            assert may_go_on.wait(SECONDS)
+            assert may_go_on.wait(PATIENCE_SECONDS)
         return listdir(path)
 
     nodes.save(4)
     monkeypatch.setattr(places.os, "listdir", slow)
-    if not begun.wait(SECONDS):
+    if not begun.wait(PATIENCE_SECONDS):
         pytest.fail("left-overs were not looked at")
     saved = nodes.save(6)
     may_go_on.set()
