@@ -120,17 +120,17 @@ def plan_prune(
     }
     latest = by_branch(path, undamaged, rules.keep_last or 1)
     basis = _Basis(rules, others, listing, complaints, sorted(undamaged), latest)
-    plan = PrunePlan([], [], _old(listing.uploads, rules), listing.note, basis.undamaged)
+    plan = PrunePlan([], [], _old_enough(listing.uploads, rules), listing.note, basis.undamaged)
     for iteration in wanted:
         with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
             unnamed = _unnamed(iteration, basis)
-            why = _reason(iteration, basis) or _use(iteration, unnamed, basis)
+            why = _reason(iteration, basis) or _save_under_way(iteration, unnamed, basis)
             if why is None:
                 plan.removed.append(iteration)
                 continue
             plan.kept.append((iteration, why))
             if iteration.format == BACKEND and iteration.complete and complaints[iteration.path] is None:
-                plan.left_overs.extend(_old(unnamed, rules))
+                plan.left_overs.extend(_old_enough(unnamed, rules))
     return plan
 
 
@@ -173,7 +173,7 @@ def _list(path: Path, others: OtherFormats) -> _Listing:
     return _Listing(iterations, require_tracked(path / TRACKER_NAME), links, uploads, note)
 
 
-def _old(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
+def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
     return [file for file in files if file.age_seconds >= rules.min_age_seconds]
 
 
@@ -263,11 +263,11 @@ def _reason(iteration: Iteration, basis: _Basis) -> str | None:
         return complaint
     if iteration.number == basis.listing.tracked:
         return "the tracker names it"
-    why = (_by_rules if iteration.complete else _incomplete)(iteration, basis)
+    why = (_reason_of_complete if iteration.complete else _reason_of_incomplete)(iteration, basis)
     return why or _link_to(iteration, basis.listing.links)
 
 
-def _by_rules(iteration: Iteration, basis: _Basis) -> str | None:
+def _reason_of_complete(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns which rule keeps a complete checkpoint, or None."""
     keep_last, keep_every = basis.rules.keep_last, basis.rules.keep_every
     if basis.latest[:1] == [iteration.number]:
@@ -279,7 +279,7 @@ def _by_rules(iteration: Iteration, basis: _Basis) -> str | None:
     return None
 
 
-def _incomplete(iteration: Iteration, basis: _Basis) -> str | None:
+def _reason_of_incomplete(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why an incomplete checkpoint is kept; None if a crash left it, and nothing can repair it."""
     other, tracked = basis.others.get(iteration.format), basis.listing.tracked
     if other is not None and (iteration.path / other.index_name).exists():
@@ -297,7 +297,7 @@ def _link_to(iteration: Iteration, links: dict[str, str]) -> str | None:
     return f"the link {names[0]} points to it" if names else None
 
 
-def _use(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Basis) -> str | None:
+def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Basis) -> str | None:
     """Returns why a save may be writing to this directory, or None."""
     own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
