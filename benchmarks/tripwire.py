@@ -42,10 +42,10 @@ from tests.native.harness import (
     Save,
     arrays,
     end_of,
-    eventually,
     make_engine,
     random_bytes,
 )
+from tests.support.waiting import eventually
 
 Part = tuple[int, int]  # begin and size, in a source
 Flip = Callable[[], None]

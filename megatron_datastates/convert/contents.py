@@ -88,17 +88,17 @@ def _matching(
     content_of: Callable[[str], Content],
 ) -> list[Content]:
     """Returns tensors whose keys match, and else their layers that do, by the names of Megatron's modules."""
-    found = []
+    contents = []
     for key in sorted(keys):
         if fnmatch.fnmatchcase(key, pattern):
-            found.append(content_of(key))
+            contents.append(content_of(key))
             continue
         parts = parts_of(key, tensors[key].global_shape)
         parts = [part for part in parts if fnmatch.fnmatchcase(part.name, pattern)]
         if parts:
             whole = content_of(key)
-            found += [_layer_of(whole, part) for part in parts]
-    return found
+            contents += [_layer_of(whole, part) for part in parts]
+    return contents
 
 
 def _layer_of(whole: Content, part: Part) -> Content:

@@ -106,17 +106,17 @@ def diff(
         memory_bytes: upper limit of the memory for elements.
         progress: called with the number of bytes of the first checkpoint compared since the last call.
     """
-    found = Difference(removed=comparison.removed, added=comparison.added)
-    for source, keys in ((first, found.removed), (second, found.added)):
+    difference = Difference(removed=comparison.removed, added=comparison.added)
+    for source, keys in ((first, difference.removed), (second, difference.added)):
         for key in keys:
-            found.layers_apart |= _layers_of_model(key, source.tensors[key].global_shape)
+            difference.layers_apart |= _layers_of_model(key, source.tensors[key].global_shape)
     compared: dict[str, list[Part]] = {}
     for key in comparison.both:
-        if not _is_comparable(first, second, key, found):
+        if not _is_comparable(first, second, key, difference):
             progress(bytes_of(first, key, comparison.parts[key]))
             continue
-        found.tensors[key] = Drift()
-        found.groups.setdefault(group_of(key), Drift())
+        difference.tensors[key] = Drift()
+        difference.groups.setdefault(group_of(key), Drift())
         compared[key] = comparison.parts[key]
     # A thread for each checkpoint: both are read at the same time, and each in its order.
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(THREADS) as pool:
@@ -132,7 +132,7 @@ def diff(
             while len(pending) > most:
                 batch, drifts = pending.popleft()
                 for cut, drift in zip(batch, drifts.result(), strict=True):
-                    _add(found, cut.key, cut.part, drift)
+                    _add(difference, cut.key, cut.part, drift)
                 progress(sum(cut.bytes for cut in batch))
 
         for batch in batches(dict.fromkeys(compared, first), compared, memory_bytes):
@@ -143,19 +143,19 @@ def diff(
             settle(AHEAD - len(reading))
         compare(0)
         settle(0)
-    return found
+    return difference
 
 
-def _is_comparable(first: Tensors, second: Tensors, key: str, found: Difference) -> bool:
+def _is_comparable(first: Tensors, second: Tensors, key: str, difference: Difference) -> bool:
     """Notes what differs besides elements; returns whether these can be compared."""
     one, other = first.tensors[key], second.tensors[key]
     if one.dtype != other.dtype:
-        found.retyped[key] = (one.dtype, other.dtype)
+        difference.retyped[key] = (one.dtype, other.dtype)
     if one.global_shape == other.global_shape:
         return True
-    found.reshaped[key] = (one.global_shape, other.global_shape)
-    for shape in found.reshaped[key]:
-        found.layers_apart |= _layers_of_model(key, shape)
+    difference.reshaped[key] = (one.global_shape, other.global_shape)
+    for shape in difference.reshaped[key]:
+        difference.layers_apart |= _layers_of_model(key, shape)
     return False
 
 
@@ -165,12 +165,12 @@ def _layers_of_model(key: str, global_shape: Sequence[int]) -> set[tuple[str, in
     return {part.layer for part in parts_of(key, global_shape) if part.layer is not None}
 
 
-def _add(found: Difference, key: str, part: Part, drift: Drift) -> None:
+def _add(difference: Difference, key: str, part: Part, drift: Drift) -> None:
     """Adds what a part of a tensor has contributed."""
     group = group_of(key)
-    found.tensors[key].add(drift)
-    found.groups[group].add(drift)
+    difference.tensors[key].add(drift)
+    difference.groups[group].add(drift)
     if part.layer is not None:
-        found.layers.setdefault(group, {}).setdefault(part.layer, Drift()).add(drift)
+        difference.layers.setdefault(group, {}).setdefault(part.layer, Drift()).add(drift)
     else:
-        found.modules.setdefault(group, {}).setdefault(place_of(key, None), Drift()).add(drift)
+        difference.modules.setdefault(group, {}).setdefault(place_of(key, None), Drift()).add(drift)

@@ -79,32 +79,32 @@ def verify_source(
 
 def _check(source: Source, contents: RankContents, progress: Progress) -> Verdict:
     """Reads everything that a rank has stored."""
-    found, window, without = Verdict(), np.empty(_WINDOW_BYTES, np.uint8), 0
+    verdict, window, without = Verdict(), np.empty(_WINDOW_BYTES, np.uint8), 0
     for key, number in contents.fragments:
         try:
             size = source.fragment(key, number).bytes
             has_checksum = _check_fragment(source, key, number, window, progress)
             without += size > 0 and not has_checksum
-            found.bytes_checked += size
+            verdict.bytes_checked += size
         except (DataStatesError, OSError) as error:
-            found.add(error)
+            verdict.add(error)
     for key in contents.objects:
-        _check_object(functools.partial(source.read_object, key), key, found)
+        _check_object(functools.partial(source.read_object, key), key, verdict)
     if without:
-        found.notes.append(
+        verdict.notes.append(
             f"{without} of {len(contents.fragments)} fragments beside {contents.fragments[0][0]!r} have "
             "no checksum of their own: they can be read, and nothing more is known of them"
         )
-    return found
+    return verdict
 
 
-def _check_object(read: Callable[[], bytes], key: str, found: Verdict) -> None:
+def _check_object(read: Callable[[], bytes], key: str, verdict: Verdict) -> None:
     try:
         check_stored(read(), key)
     except UntrustedClassError as error:
-        found.notes.append(str(error))
+        verdict.notes.append(str(error))
     except (DataStatesError, OSError) as error:
-        found.add(error)
+        verdict.add(error)
 
 
 def _check_fragment(source: Source, key: str, number: int, window: Bytes, progress: Progress) -> bool:

@@ -26,13 +26,13 @@ def stored_sums(directory: Path) -> dict[str, str] | None:
     """
     path = directory / INTEGRITY_NAME
     try:
-        found = json.loads(read_regular(path, DOCUMENT_BYTES))
+        document = json.loads(read_regular(path, DOCUMENT_BYTES))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is damaged: {error}") from error
-    files = found.get("files") if isinstance(found, dict) else None
-    kind = found.get("algorithm", _ALGORITHM) if isinstance(found, dict) else None
+    files = document.get("files") if isinstance(document, dict) else None
+    kind = document.get("algorithm", _ALGORITHM) if isinstance(document, dict) else None
     if (
         kind != _ALGORITHM
         or not isinstance(files, dict)

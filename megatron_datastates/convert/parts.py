@@ -137,17 +137,17 @@ def place_order(place: str) -> tuple[int, str, int, str]:
 
 def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
     """Splits a tensor by layer if layers are stacked under its key; otherwise returns it as one part."""
-    shape, found = tuple(global_shape), _LAYERS.search(key)
+    shape, match = tuple(global_shape), _LAYERS.search(key)
     whole = (0,) * len(shape)
-    if found is None:
+    if match is None:
         return [Part(key, None, whole, shape, False)]
     state = _state_of(key)
-    stack = key[state.parameter.start if state else 0 : found.end("stack")]
-    if found["number"] is not None:
-        return [Part(key, (stack, int(found["number"])), whole, shape, False)]
+    stack = key[state.parameter.start if state else 0 : match.end("stack")]
+    if match["number"] is not None:
+        return [Part(key, (stack, int(match["number"])), whole, shape, False)]
     if not shape or not 0 < shape[0] <= _MOST_LAYERS:
         return [Part(key, None, whole, shape, False)]
-    before, after = key[: found.end()], key[found.end() :]
+    before, after = key[: match.end()], key[match.end() :]
     return [
         Part(f"{before}{n}.{after}", (stack, n), (n, *whole[1:]), (1, *shape[1:]), True)
         for n in range(shape[0])
@@ -156,10 +156,10 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
 
 def stacked_key(name: str) -> tuple[str, int] | None:
     """Returns the key that a layer's tensor is stacked under, and its number; None for a name without one."""
-    found = _LAYERS.search(name)
-    if found is None or found["number"] is None:
+    match = _LAYERS.search(name)
+    if match is None or match["number"] is None:
         return None
-    return name[: found.end("stack") + 1] + name[found.end() :], int(found["number"])
+    return name[: match.end("stack") + 1] + name[match.end() :], int(match["number"])
 
 
 def choose_parts(
@@ -178,17 +178,17 @@ def choose_parts(
     """
     chosen: dict[str, Choice] = {}
     matchers = {pattern: re.compile(fnmatch.translate(pattern)).match for pattern in patterns or ["*"]}
-    found: set[str] = set()
+    matched: set[str] = set()
     for key, shape in sorted(shapes.items()):
         parts, whole = parts_of(key, shape), {p for p, matches in matchers.items() if matches(key)}
         layers = {p: {part.name for part in parts if matchers[p](part.name)} for p in matchers.keys() - whole}
-        found |= whole | {pattern for pattern, names in layers.items() if names}
+        matched |= whole | {pattern for pattern, names in layers.items() if names}
         some = (
             parts if whole else [part for part in parts if any(part.name in one for one in layers.values())]
         )
         if whole or some:
             chosen[key] = Choice(some, bool(whole))
-    missing = next((pattern for pattern in patterns if pattern not in found), None)
+    missing = next((pattern for pattern in patterns if pattern not in matched), None)
     if missing is not None:
         if not shapes:
             raise MissingKeyError(f"{where} holds no tensors")

@@ -38,7 +38,7 @@ def require_plotting() -> Any:
         return importlib.import_module("matplotlib.figure")
 
 
-def plot_drift(found: Difference, names: tuple[str, str], target: Path) -> None:
+def plot_drift(difference: Difference, names: tuple[str, str], target: Path) -> None:
     """Writes a PNG of how far apart each layer, and each module outside of the layers, is.
 
     Args:
@@ -49,12 +49,12 @@ def plot_drift(found: Difference, names: tuple[str, str], target: Path) -> None:
         StorageError: the target exists.
         OSError: the target cannot be written.
     """
-    groups = sorted(group for group in found.groups if group in found.layers or group in found.modules)
+    groups = sorted(difference.groups.keys() & (difference.layers.keys() | difference.modules.keys()))
     title = f"Difference of two checkpoints\nA: {_short(names[0])}\nB: {_short(names[1])}"
     figure, rows = _panels(groups, 2, title)
-    places = _places(found, groups)
+    places = _places(difference, groups)
     for group, (distance, absolute) in zip(groups, rows, strict=True):
-        drifts = _by_place(found, group)
+        drifts = _by_place(difference, group)
         _draw_places(distance, places, {place: drift.distance for place, drift in drifts.items()})
         _draw_places(absolute, places, {place: drift.largest_absolute for place, drift in drifts.items()})
         distance.set_ylabel(plot_text(group), fontsize=9)

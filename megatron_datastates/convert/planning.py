@@ -166,19 +166,19 @@ def _require_coverage(source: Source) -> None:
 
 def _distribute(source: Source, files: Sequence[RankContents], ranks: int) -> list[RankContents]:
     """Assigns each fragment, the largest first, to the file with the fewest bytes; keeps order in a file."""
-    fragments = [one for file in files for one in file.fragments]
-    sizes = [source.fragment(*one).bytes for one in fragments]
+    fragments = [fragment for file in files for fragment in file.fragments]
+    sizes = [source.fragment(*fragment).bytes for fragment in fragments]
     # More files than fragments, objects and streams would be empty.
     ranks = min(ranks, len(fragments) + sum(len(file.objects) + len(file.streams) for file in files))
     assigned, heap = [0] * len(fragments), [(0, rank) for rank in range(ranks)]  # heap of (bytes, rank)
     for i in sorted(range(len(fragments)), key=lambda i: (-sizes[i], i)):
         held, assigned[i] = heap[0]
         heapq.heapreplace(heap, (held + sizes[i], assigned[i]))
-    found = [RankContents([], []) for _ in range(ranks)]
-    for one, rank in zip(fragments, assigned, strict=True):
-        found[rank].fragments.append(one)
+    distributed = [RankContents([], []) for _ in range(ranks)]
+    for fragment, rank in zip(fragments, assigned, strict=True):
+        distributed[rank].fragments.append(fragment)
     for n, key in enumerate(key for file in files for key in file.objects):
-        found[n % ranks].objects.append(key)
+        distributed[n % ranks].objects.append(key)
     for n, key in enumerate(key for file in files for key in file.streams):
-        found[-1 - n % ranks].streams.append(key)
-    return [file for file in found if not file.is_empty]
+        distributed[-1 - n % ranks].streams.append(key)
+    return [file for file in distributed if not file.is_empty]

@@ -297,12 +297,12 @@ def _refuse_gone(directory: Path, gone: Collection[str]) -> None:
 
 def _new_names(names: Sequence[str], existing: Collection[str]) -> list[str]:
     """Returns a name for each file that none has yet: of the same rank, as DCP numbers a rank's files."""
-    taken, found = set(existing) | set(names), []
+    taken, new_names = set(existing) | set(names), []
     for name in names:
         match = _DCP_FILE.fullmatch(name)
         rank, number = match[1] if match else "0", _FIRST_NEW
         while f"__{rank}_{number}.distcp" in taken:
             number += 1
-        found.append(f"__{rank}_{number}.distcp")
-        taken.add(found[-1])
-    return found
+        new_names.append(f"__{rank}_{number}.distcp")
+        taken.add(new_names[-1])
+    return new_names

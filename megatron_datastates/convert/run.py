@@ -146,7 +146,7 @@ def convert_run(
     request: ConversionRequest,
     team: Team,
     start: Start,
-    finished: Callable[[ConversionResult], None] = lambda one: None,
+    finished: Callable[[ConversionResult], None] = lambda result: None,
 ) -> RunConversion:
     """Converts each checkpoint in `source`, in order, and then copies Megatron's tracker file.
 
@@ -157,21 +157,21 @@ def convert_run(
         StorageError: there are no checkpoints, or a target exists in another format.
         OptionError: the source has checkpoints of several formats, and no format was requested.
     """
-    found: list[ConversionResult] = []
+    results: list[ConversionResult] = []
     for name, outcome in team.on_rank_zero(lambda: _list_checkpoints(source, target, request.format)):
-        one, made = source / name, target / name
+        from_directory, to_directory = source / name, target / name
         if outcome is None:
             try:
-                result = _convert(one, made, request, team, start)
+                result = _convert(from_directory, to_directory, request, team, start)
             except (DataStatesError, OSError) as error:  # on all ranks: see Team.gather
-                result = _not_converted(one, made, request, failed=describe_error(error))
+                result = _not_converted(from_directory, to_directory, request, failed=describe_error(error))
         else:
-            result = _not_converted(one, made, request, **outcome)
-        found.append(result)
+            result = _not_converted(from_directory, to_directory, request, **outcome)
+        results.append(result)
         finished(result)
     return RunConversion(
-        found,
-        *team.on_rank_zero(lambda: _track(lambda: copy_tracker(source, target, _not_there(found)), target)),
+        results,
+        *team.on_rank_zero(lambda: _track(lambda: copy_tracker(source, target, _not_there(results)), target)),
     )
 
 
@@ -194,15 +194,15 @@ def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str
     names = [path.name for path in checkpoint_directories(source)]
     if not names:
         raise StorageError(why_no_run(source, "leave --all out"))
-    found = {name: _try_open(source / name) for name in names}
-    formats = {one.format for one in found.values() if isinstance(one, Source)}
+    opened = {name: _try_open(source / name) for name in names}
+    formats = {one.format for one in opened.values() if isinstance(one, Source)}
     wanted = {format or default_format(one, target) for one in formats}
     if len(wanted) > 1:
         raise OptionError(
             f"{source} contains iterations in the formats {' and '.join(sorted(formats))}: choose one for "
             "the target with --to"
         )
-    return [(name, _why_not(found[name], source / name, target / name, wanted)) for name in names]
+    return [(name, _why_not(opened[name], source / name, target / name, wanted)) for name in names]
 
 
 def _try_open(directory: Path) -> Source | DataStatesError:

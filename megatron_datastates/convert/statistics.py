@@ -76,19 +76,19 @@ def statistics(
     Returns:
         Those of each tensor; None for a dtype that torch cannot convert to float64.
     """
-    found: list[Statistics | None] = [Statistics() for _ in contents]
+    sums: list[Statistics | None] = [Statistics() for _ in contents]
     with ThreadPoolExecutor(_READERS) as reader:
         pending: deque[tuple[int, Future[torch.Tensor]]] = deque()
 
         def settle(most: int) -> None:
             while len(pending) > most:
                 number, part = pending.popleft()
-                values, sum_of = part.result(), found[number]
+                values, sum_of = part.result(), sums[number]
                 try:
                     if sum_of is not None:
                         sum_of.add(values)
                 except NotImplementedError:  # torch's, of dtypes that it can only store
-                    found[number] = None
+                    sums[number] = None
                 progress(values.numel() * values.element_size())
 
         for number, content in enumerate(contents):
@@ -98,4 +98,4 @@ def statistics(
                     pending.append((number, reader.submit(content.read, at, lengths)))
                     settle(_AHEAD)
         settle(0)
-    return found
+    return sums

@@ -80,14 +80,14 @@ class Trend:
 
     def groups(self) -> dict[str, list[Point | None]]:
         """Returns the sum of the rows of each group."""
-        found: dict[str, list[Point | None]] = {}
+        by_group: dict[str, list[Point | None]] = {}
         for (group, _), points in self.rows.items():
-            sums = found.setdefault(group, [None] * len(points))
+            sums = by_group.setdefault(group, [None] * len(points))
             for number, point in enumerate(points):
                 if point is not None:
                     total = sums[number] = sums[number] or Point()
                     total.add(point)
-        return found
+        return by_group
 
 
 @dataclasses.dataclass(frozen=True)

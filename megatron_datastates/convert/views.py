@@ -68,18 +68,18 @@ class ByParameter:
         import torch
 
         stored = iter(self._stored.read_tensors([one for one in slices if one[0] not in self._states]))
-        found, scheduled = [], []
+        tensors, scheduled = [], []
         for key, offset, shape in slices:
             if key not in self._states:
-                found.append(next(stored))
+                tensors.append(next(stored))
                 continue
             state = self._states[key]
             target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype, key), device="cpu")
             reads = state.plan(offset, shape, contiguous_strides(shape), has_holes=True)
-            found.append(target)
+            tensors.append(target)
             scheduled += [ScheduledRead(part, target.data_ptr()) for part in reads]
         self._stored.checkpoint.read(scheduled, self._stored.reader())
-        return found
+        return tensors
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
         if key not in self._states:

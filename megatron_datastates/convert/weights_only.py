@@ -146,12 +146,7 @@ def _dropped(source: Source, contents: list[RankContents]) -> int:
     return sum(source.fragment(*one).bytes for one in fragments) + sum(map(source.object_bytes, objects))
 
 
-def drop_optimizer(
-    plan: DropPlan,
-    limits: Limits = Limits(),  # noqa: B008 - immutable
-    progress: Progress = lambda bytes_done: None,
-    faults: str = "",
-) -> int:
+def drop_optimizer(plan: DropPlan, progress: Progress = lambda bytes_done: None, faults: str = "") -> int:
     """Carries out a plan; returns by how many bytes the directory is smaller.
 
     Args:
@@ -162,7 +157,7 @@ def drop_optimizer(
         UnfinishedError: it failed once the new index was in place, or in an object store may have been.
         DataStatesError, OSError: it failed. The checkpoint is as it was.
     """
-    directory, points = plan.source.directory, Faults(faults)
+    directory, points, limits = plan.source.directory, Faults(faults), Limits()
     before = stored_bytes(directory)
     with _place_for_files(plan) as folder:
         workers = Workers(limits.worker_count(len(plan.written) or 1), progress)

@@ -78,7 +78,7 @@ def _finish(
     held = future.result()  # if this is interrupted, the caller closes it
     waiting.popleft()
     with contextlib.closing(held):
-        deliver(held.path, window.file, window.spans.of_file(0))
+        deliver(held.path, window.file, window.spans.in_one_file())
     count = sum(end - begin for begin, end in window.pieces)
     progress(count)
     return count

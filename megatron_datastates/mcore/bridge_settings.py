@@ -91,18 +91,18 @@ def wrap_create_checkpoint_manager(original: Callable[..., Any]) -> Callable[...
 
     def create_checkpoint_manager(checkpoint_config: Any) -> Any:
         if adopt(checkpoint_config):
-            _allow(MANAGER)
+            _allow_manager()
         return original(checkpoint_config)
 
     return create_checkpoint_manager
 
 
-def _allow(target: str) -> None:
+def _allow_manager() -> None:
     try:
         from megatron.training.config.instantiate_utils import target_allowlist
     except ImportError:  # a release without the list
         return
-    target_allowlist.add_exact(target)
+    target_allowlist.add_exact(MANAGER)
 
 
 def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ error first.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,8 +20,6 @@ from megatron_datastates.mcore.providers import DATA_LOADER, register
 from megatron_datastates.providers.base import StateReader
 from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
 from megatron_datastates.providers.objects import ObjectSource
-
-logger = logging.getLogger(__name__)
 
 
 def attach_dataloader(loader: Any, *, strict: bool = True, restore: bool = True) -> bool:

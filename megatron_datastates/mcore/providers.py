@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from megatron_datastates.errors import OptionError, ProviderError
 if TYPE_CHECKING:
     from megatron_datastates.providers.base import StateProvider
 
-logger = logging.getLogger(__name__)
 GROUP = "megatron_datastates.providers"
 DATA_LOADER = "dataloader"  # name of the provider of the training loop's data loader (dataloader.py)
 Providers = Mapping[str, "StateProvider"] | Iterable["StateProvider"]

@@ -7,7 +7,6 @@ is nothing to attach to. Options come from the environment, too.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import sys
 import weakref
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import SWITCH, is_switched_on
-from megatron_datastates.mcore.hooks.calls import SAVES
+from megatron_datastates.mcore.hooks.calls import SAVES, Parameters
 
 logger = logging.getLogger(__name__)
 # Our strategies, by those that they replace; one replaces all that programs leave to Megatron.
@@ -24,19 +23,20 @@ _replacements: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `dist_checkpointing.save`: with the switch, or `enable`, what torch_dist would store is ours."""
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
         SAVES.calls += 1
         is_on = is_switched_on()
         if not is_on and not _is_enabled():
             return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        if is_on and "://" in str(bound.arguments["checkpoint_dir"]):
-            _warn_of_object_stores(str(bound.arguments["checkpoint_dir"]))
+        call = parameters.of_call(args, kwargs)
+        if is_on and "://" in str(call["checkpoint_dir"]):
+            _warn_of_object_stores(str(call["checkpoint_dir"]))
             return original(*args, **kwargs)
-        bound.arguments["sharded_strategy"] = _ours(bound.arguments.get("sharded_strategy"))
-        return original(*bound.args, **bound.kwargs)
+        strategy = _ours(call.get("sharded_strategy"))
+        args, kwargs = parameters.replaced(args, kwargs, "sharded_strategy", strategy)
+        return original(*args, **kwargs)
 
     return save
 

@@ -219,17 +219,17 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
 
 
 def _rank_statistics(records: npt.NDArray[np.void]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    statistics: dict[str, dict[str, float]] = {}
     for name in ("held", "fence", "stream_wait", "staging", "writing", "durable", "slot_wait"):
         values = records[name]
         if len(values):
-            found[name] = {
+            statistics[name] = {
                 "min": milliseconds(float(values.min())),
                 "median": milliseconds(float(np.median(values))),
                 "max": milliseconds(float(values.max())),
                 "slowest_rank": int(records["rank"][values.argmax()]),
             }
-    return found
+    return statistics
 
 
 def milliseconds(seconds: float) -> float:

@@ -302,24 +302,7 @@ class Saver:
         """
         deadline = time.monotonic() + _CLOSING_SECONDS
         for publication in self._unfinished:
-            if publication.is_under_way:
-                directory, state = publication.save.context.directory, publication.state
-                if state is State.FAILED:
-                    logger.warning("the save to %s has failed and was not published", directory)
-                else:
-                    logger.warning(
-                        "the save to %s was not published: it had only reached %s", directory, state.value
-                    )
-            if publication.outcome is Outcome.PENDING:
-                publication.abandon("the program ended before the save was published")
-            if not publication.publisher.join(max(deadline - time.monotonic(), 0.0)):
-                logger.error(
-                    "the manifest of the save to %s still hangs after %g s: whether it was published is not "
-                    "known",
-                    publication.save.context.directory,
-                    _CLOSING_SECONDS,
-                )
-            publication.forget()
+            _abandon(publication, deadline)
         if self._preparing is not None:
             FENCE.discard(self._preparing)
         for publication in self._unfinished:
@@ -406,6 +389,24 @@ class Saver:
     def _pool_facts(self) -> dict[str, object]:
         engine = (self.engine_owner or self)._engine
         return engine.pool_facts() if engine is not None else {}
+
+
+def _abandon(publication: Publication, deadline: float) -> None:
+    """Abandons a save if it is unpublished; waits until the deadline for what is being published."""
+    directory, state = publication.save.context.directory, publication.state
+    if publication.is_under_way and state is State.FAILED:
+        logger.warning("the save to %s has failed and was not published", directory)
+    elif publication.is_under_way:
+        logger.warning("the save to %s was not published: it had only reached %s", directory, state.value)
+    if publication.outcome is Outcome.PENDING:
+        publication.abandon("the program ended before the save was published")
+    if not publication.publisher.join(max(deadline - time.monotonic(), 0.0)):
+        logger.error(
+            "the manifest of the save to %s still hangs after %g s: whether it was published is not known",
+            directory,
+            _CLOSING_SECONDS,
+        )
+    publication.forget()
 
 
 def _compressed(provider: StateProvider, level: int) -> StateProvider:

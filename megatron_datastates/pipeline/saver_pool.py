@@ -47,17 +47,17 @@ def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> 
     if not _savers:
         atexit.unregister(close_all)
         atexit.register(close_all)
-    found = _savers.get((kind, options))
-    if found is None:
+    saver = _savers.get((kind, options))
+    if saver is None:
         _close_idle(kind)
         made = kind(options, session)
         made.before_object_store = _close_before_pools
         made.engine_owner = _engine_owner(kind, options)
         # After its owner: close_all begins with the last one. Another thread may have been faster.
-        found = _savers.setdefault((kind, options), made)
-    assert isinstance(found, kind)
-    found.used_at = time.monotonic()
-    return found
+        saver = _savers.setdefault((kind, options), made)
+    assert isinstance(saver, kind)
+    saver.used_at = time.monotonic()
+    return saver
 
 
 def _engine_owner(kind: type[Saver], options: Options) -> Saver | None:

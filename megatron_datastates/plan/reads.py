@@ -75,9 +75,9 @@ class ReadSpans:
         """Returns some of the spans, by their numbers."""
         return ReadSpans(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
 
-    def of_file(self, file: int) -> ReadSpans:
-        """Returns the same spans, all of that file."""
-        return dataclasses.replace(self, files=np.full_like(self.files, file))
+    def in_one_file(self) -> ReadSpans:
+        """Returns the same spans, all of file 0."""
+        return dataclasses.replace(self, files=np.zeros_like(self.files))
 
 
 def gather_spans(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadSpans:

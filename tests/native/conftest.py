@@ -9,7 +9,8 @@ import pytest
 
 from megatron_datastates.engine import _native as native
 from tests.native.fake_cuda.driver import FakeCuda, build
-from tests.native.harness import KEPT, PATIENCE, Engines, make_engine
+from tests.native.harness import KEPT, Engines, make_engine
+from tests.support.waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def engines() -> Iterator[Engines]:
 
     yield make
     for engine in made:
-        assert engine.close(PATIENCE)
+        assert engine.close(PATIENCE_SECONDS)
     KEPT.clear()
 
 

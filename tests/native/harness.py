@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import numpy as np
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
+from tests.support.waiting import PATIENCE_SECONDS
 
 KIB, MIB = 1 << 10, 1 << 20
 ALIGNMENT = native.ALIGNMENT
 FOOTER = bytes(range(256)) * (ALIGNMENT // 256)
-PATIENCE = 60.0  # seconds after which something that must happen is taken not to happen
 Engines = Callable[..., native.Engine]
 KEPT: list[np.ndarray] = []  # sources of copies that may still be read; until the engines are closed
 
@@ -139,7 +138,7 @@ class Save:
         KEPT.extend(copy.source for copy in copies)
         self.engine.append(job=self.job, begin=begin, end=self.end, **arrays(copies))
 
-    def reaches(self, milestone: Milestone, seconds: float = PATIENCE) -> bool:
+    def reaches(self, milestone: Milestone, seconds: float = PATIENCE_SECONDS) -> bool:
         return self.job.wait(milestone, seconds)
 
     def expect(self, milestone: Milestone) -> None:
@@ -203,14 +202,6 @@ def threads_named(name: str) -> list[Path]:
             if (task / "comm").read_text().strip() == name:
                 found.append(task)
     return found
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Waits for something that another thread brings about."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.002)
 
 
 def open_flags(path: Path) -> list[int]:
@@ -302,7 +293,7 @@ def _adopt_targets(requests: Sequence[Request]) -> None:
 def finish_read(job: native.ReadJob) -> tuple[int, list[tuple[int, int]], str]:
     """Waits for the end of it; returns its result."""
     try:
-        assert job.wait(PATIENCE), "the read does not end"
+        assert job.wait(PATIENCE_SECONDS), "the read does not end"
     finally:
         job.close()
     bytes_read, bad, error = job.result()

@@ -16,17 +16,8 @@ from tests.native.fake_cuda.driver import (
     UNCORRECTABLE_NVLINK,
     FakeCuda,
 )
-from tests.native.harness import (
-    ALIGNMENT,
-    KIB,
-    PATIENCE,
-    Copy,
-    Engines,
-    Save,
-    eventually,
-    random_bytes,
-    save_whole,
-)
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, random_bytes, save_whole
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 SLOT = 64 * KIB
 
@@ -102,7 +93,7 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
     assert f"CUDA error {code}" in save.failure()
     with pytest.raises(OSError, match=f"CUDA error {code}"):
         Save(engine, tmp_path / "later", shard(), stream=stream)
-    assert engine.close(PATIENCE)
+    assert engine.close(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])
@@ -185,7 +176,7 @@ def test_closing_beside_a_slow_device_joins_soon(
     engine = device_engines(most_slots=4)
     save = Save(engine, tmp_path / "data", shard(100), stream=cuda.new_stream())
     eventually(lambda: save.status["bytes_staged"] > 0, "the first slot is copied")
-    assert engine.close(PATIENCE)
+    assert engine.close(PATIENCE_SECONDS)
     assert "closed" in save.failure()
 
 

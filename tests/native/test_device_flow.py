@@ -8,17 +8,8 @@ import pytest
 
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import (
-    ALIGNMENT,
-    KIB,
-    Copy,
-    Engines,
-    Save,
-    eventually,
-    random_bytes,
-    save_whole,
-    see_in_time,
-)
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, random_bytes, save_whole, see_in_time
+from tests.support.waiting import eventually
 
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 128  # cuda/device/copier.h

@@ -10,17 +10,8 @@ import pytest
 
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import (
-    ALIGNMENT,
-    KIB,
-    Copy,
-    Engines,
-    Save,
-    eventually,
-    expected_bytes,
-    random_bytes,
-    save_whole,
-)
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, expected_bytes, random_bytes, save_whole
+from tests.support.waiting import eventually
 
 SLOT = 64 * KIB
 BEFORE, AFTER = 7, 9  # what kernels write

@@ -24,12 +24,12 @@ from tests.native.harness import (
     MIB,
     Request,
     Source,
-    eventually,
     finish_read,
     make_reader,
     random_bytes,
     start_read,
 )
+from tests.support.waiting import eventually
 
 BLOCKS = 12
 DATA = random_bytes(BLOCKS * MIB, 3)

@@ -16,8 +16,8 @@ from megatron_datastates.providers.base import Mutability
 from tests.native.device_trainer import AFTER, Trainer, assert_published, failure, samples_of
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
-from tests.native.harness import eventually
 from tests.native.test_fork import in_child
+from tests.support.waiting import eventually
 
 
 def test_a_fence_that_ends_in_mid_copy_fails_the_save_only(trainer: Trainer, tmp_path: Path) -> None:

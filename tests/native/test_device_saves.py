@@ -19,8 +19,9 @@ from megatron_datastates.providers.base import Mutability
 from tests.native.device_trainer import AFTER, SLOT, Trainer, assert_published, failure
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
-from tests.native.harness import eventually, see_in_time
+from tests.native.harness import see_in_time
 from tests.native.sampling import BLOCK
+from tests.support.waiting import eventually
 from tests.unit.states import Chained
 
 CURRENT_STREAM = staging._current_stream  # without the fixture's replacement

@@ -16,13 +16,11 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     KIB,
-    PATIENCE,
     Copy,
     Engines,
     Request,
     Save,
     descriptors_of,
-    eventually,
     finish_read,
     make_engine,
     make_reader,
@@ -31,6 +29,7 @@ from tests.native.harness import (
     see_in_time,
     start_read,
 )
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -57,7 +56,7 @@ def in_child(work: Callable[[], object]) -> str:
     return reported
 
 
-def reap(child: int, seconds: float = PATIENCE) -> int:
+def reap(child: int, seconds: float = PATIENCE_SECONDS) -> int:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)

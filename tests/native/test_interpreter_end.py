@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.harness import PATIENCE
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -45,5 +45,5 @@ def test_a_thread_that_waits_in_native_code_does_not_abort_the_end_of_the_progra
     tmp_path: Path, work: str
 ) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "data"), work]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.harness import PATIENCE
+from tests.support.waiting import PATIENCE_SECONDS
 
 ROOT, SOURCE = Path(__file__).parents[2], Path(__file__).parent / "late_thread" / "delay_thread.cc"
 PROGRAM = """
@@ -43,6 +43,6 @@ def test_a_thread_that_begins_late_hands_on_what_it_finds(
         env={**os.environ, "LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=PATIENCE_SECONDS,
     )
     assert ended.returncode == 0, ended.stderr

@@ -12,7 +12,7 @@ from megatron_datastates.pipeline.saving.held import trainer_held
 from tests.native.device_trainer import AFTER, SLOT, Trainer, assert_published, samples_of
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
-from tests.native.harness import eventually
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("begin", ["poll", "fence"])

@@ -19,7 +19,6 @@ from tests.native.harness import (
     FOOTER,
     KIB,
     MIB,
-    PATIENCE,
     Copy,
     Engines,
     Save,
@@ -29,6 +28,7 @@ from tests.native.harness import (
     see_in_time,
     threads_named,
 )
+from tests.support.waiting import PATIENCE_SECONDS
 
 SLOT = 64 * KIB
 NEVER = 3600.0  # seconds; longer than a test
@@ -300,7 +300,7 @@ def test_closing_in_mid_save_joins_soon(engines: Engines, tmp_path: Path, faults
     engine = engines(slot_bytes=ALIGNMENT, most_slots=2, copy_limit=20 * ALIGNMENT, faults=faults)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(15_000 * ALIGNMENT), 0)])
     time.sleep(0.05)
-    assert engine.close(PATIENCE)
+    assert engine.close(PATIENCE_SECONDS)
     assert "the engine was closed" in save.failure()
     save.job.remove()
     assert os.listdir(tmp_path) == []
@@ -326,7 +326,7 @@ def test_closing_beside_a_thread_that_appends_is_safe(engines: Engines, tmp_path
         thread.start()
         time.sleep(0.001 * (number % 5))
         engine.close()
-        thread.join(PATIENCE)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive() and [type(error) for error in reported] == [ValueError]
         assert save.reaches(Milestone.RELEASED)
 
@@ -401,8 +401,8 @@ def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> N
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(10 * ALIGNMENT), 0)])
     save.job.close_input()
     del dropped
-    interval, deadline = sys.getswitchinterval(), time.monotonic() + PATIENCE
-    sys.setswitchinterval(2 * PATIENCE)
+    interval, deadline = sys.getswitchinterval(), time.monotonic() + PATIENCE_SECONDS
+    sys.setswitchinterval(2 * PATIENCE_SECONDS)
     try:
         while not save.status["written_at"] > 0:  # which keeps Python's lock, as all of this does
             assert time.monotonic() < deadline, "a worker waits for Python's lock"

@@ -1,6 +1,6 @@
 """Saves that share one or two slots always end, whatever the disk and the trainer do, and in any order.
 
-The invariant stands in cuda/staging/pool.h. A test here fails by running past PATIENCE.
+The invariant stands in cuda/staging/pool.h. A test here fails by running past PATIENCE_SECONDS.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     FOOTER,
-    PATIENCE,
     Copy,
     Engines,
     Save,
-    eventually,
     make_engine,
     random_bytes,
     see_in_time,
 )
 from tests.support.descriptors import open_files
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 CHUNKS = 8  # of each save: more than there are slots
 
@@ -239,7 +238,7 @@ class Schedule:
             if number not in self.sealed:
                 self._act(save, number, "finish")
         for thread in [*self.sealed.values(), *self._timers]:
-            thread.join(PATIENCE)
+            thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
         for save in self.saves.values():
             assert save.reaches(Milestone.DURABLE), save.status

@@ -17,13 +17,13 @@ from tests.native.harness import (
     Engines,
     Request,
     Save,
-    eventually,
     finish_read,
     make_reader,
     random_bytes,
     start_read,
     threads_named,
 )
+from tests.support.waiting import eventually
 
 BUS_ID, FOLDER = "0000:0A:00.0", "0000:0a:00.0"
 OURS = os.sched_getaffinity(0)

@@ -20,12 +20,12 @@ from tests.native.harness import (
     Copy,
     Engines,
     Save,
-    eventually,
     random_bytes,
     save_whole,
     see_in_time,
     threads_named,
 )
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -140,7 +140,8 @@ def test_slots_lie_in_huge_pages(tmp_path: Path) -> None:
     script = """
 import re
 from pathlib import Path
-from tests.native.harness import KIB, MIB, eventually, make_engine
+from tests.native.harness import KIB, MIB, make_engine
+from tests.support.waiting import eventually
 engine = make_engine(slot_bytes=520 * KIB, most_slots=300)
 engine.grow(300)
 eventually(lambda: engine.pool()["slots"] == 300, "all slots")

@@ -16,7 +16,6 @@ from tests.native.harness import (
     MIB,
     Request,
     descriptors_of,
-    eventually,
     finish_read,
     make_reader,
     open_flags,
@@ -24,6 +23,7 @@ from tests.native.harness import (
     see_in_time,
     start_read,
 )
+from tests.support.waiting import eventually
 
 DATA = random_bytes(5 * MIB + 3 * ALIGNMENT, 11)
 UNTOUCHED = 0x5A

@@ -19,13 +19,13 @@ from tests.native.harness import (
     Copy,
     Engines,
     Save,
-    eventually,
     random_bytes,
     save_whole,
     see_in_time,
 )
 from tests.native.sampling import host_samples, looks
 from tests.native.tearing import change, held, torn_at
+from tests.support.waiting import eventually
 
 SLOT = 16 * ALIGNMENT
 SEED = 1

@@ -13,13 +13,13 @@ from tests.native.harness import (
     Engines,
     Request,
     Save,
-    eventually,
     finish_read,
     make_reader,
     random_bytes,
     start_read,
     threads_named,
 )
+from tests.support.waiting import eventually
 
 # One that a timer sends, those that end a program, one that it waits for, and one of its own faults.
 LEFT = (signal.SIGPROF, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

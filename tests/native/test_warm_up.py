@@ -17,7 +17,8 @@ from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
-from tests.native.harness import eventually, see_in_time
+from tests.native.harness import see_in_time
+from tests.support.waiting import eventually
 
 POOL = 8 * MIB
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 from megatron_datastates.pipeline.saver import Saver
@@ -36,6 +37,14 @@ def saver() -> Iterator[Saver]:
     saver = new_saver()
     yield saver
     saver.close()
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

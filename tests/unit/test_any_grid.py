@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,14 +160,6 @@ def test_one_tensor_is_loaded_without_the_files_of_the_others(saved: Callable[..
     assert bits(checkpoint.read_tensor("1")) == bits(tensors[1])
     with pytest.raises(StorageError, match="cannot be opened"):
         checkpoint.read_tensor("2")
-
-
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    """Makes a world of one rank, which Megatron's strategy asks for its rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @given(data=st.data())

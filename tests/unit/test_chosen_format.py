@@ -19,7 +19,14 @@ from megatron_datastates.engine import staging
 from megatron_datastates.errors import NotACheckpointError, OptionError
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
-from megatron_datastates.mcore.training import arguments, checks, device_cache, loop, near, retention
+from megatron_datastates.mcore.training import (
+    arguments,
+    checks,
+    device_cache,
+    loop,
+    retention,
+    tracker_writing,
+)
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.mcore.training.load import _require_chosen
 from megatron_datastates.pipeline.publication import Outcome
@@ -74,13 +81,13 @@ def test_arguments_that_were_validated_in_another_process_are_heeded(monkeypatch
 def test_the_first_save_into_a_near_tier_looks_for_nothing_in_save(monkeypatch, enabled, tmp_path):
     """It may hang, as for the later ones."""
     looked: list[object] = []
-    monkeypatch.setattr(near, "_is_on", False)
+    monkeypatch.setattr(tracker_writing, "_is_near", False)
     monkeypatch.setattr(retention, "mend", looked.append)
     args = namespace(ckpt_backend="datastates", save=str(tmp_path), save_retain_interval=10)
     args.datastates_near = str(tmp_path / "near")
     assert saved_with(monkeypatch, args) == [7]
     assert looked == []
-    near._is_on = True
+    tracker_writing._is_near = True
     args.datastates_near = ""
     loop._options = None
     assert saved_with(monkeypatch, args) == [7]

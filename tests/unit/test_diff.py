@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from megatron_datastates.convert.diff import choose_comparison, diff
 from megatron_datastates.convert.drift import Drift, compare
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.datastates import DataStatesSource
-from tests.unit.command import run
+from tests.unit.command import json_of, run
 from tests.unit.states import KNOWN_DTYPES, SMALL, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -45,10 +46,7 @@ def pair(tmp_path: Path):
     return saved
 
 
-def found(*arguments: object, code: int) -> dict:
-    exit_code, printed, reported = run("diff", *arguments, "--json")
-    assert exit_code == code, reported
-    return json.loads(printed)
+found = functools.partial(json_of, "diff")
 
 
 @pytest.mark.parametrize("memory", ["1", "1KiB", "1GiB"])

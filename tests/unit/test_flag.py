@@ -17,6 +17,7 @@ import pytest
 from megatron_datastates.pipeline.saving import flag as flags
 from megatron_datastates.pipeline.saving.flag import Flag
 from tests.support.programs import Programs
+from tests.support.waiting import eventually
 
 LIMIT_SECONDS = 10.0
 
@@ -73,15 +74,8 @@ def waiting(flag: Flag, count: int) -> list[threading.Thread]:
     threads = [threading.Thread(target=flag.wait, daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
-    until(lambda: len(flag._waiters) == count)
+    eventually(lambda: len(flag._waiters) == count)
     return threads
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def assert_released(threads: list[threading.Thread]) -> None:

@@ -1,12 +1,11 @@
 """Plans for saves with Megatron-FSDP are what DCP would plan anew, whatever has changed since."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,13 +15,7 @@ from megatron_datastates.mcore.training import fsdp_plans
 
 uneven = pytest.importorskip("megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor")
 State = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def sharded(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> DTensor:

@@ -52,13 +52,18 @@ def test_arguments_are_those_that_inspect_finds(
             parameters.of_call(tuple(args), kwargs)
         assert str(caught.value) == str(error)
         return
-    assert parameters.of_call(tuple(args), kwargs) == expected
-    function(*args, **kwargs)
+    call = parameters.of_call(tuple(args), kwargs)
+    assert call == expected
+    passed, named_passed = parameters.as_call(parameters.defaults | call)
+    assert function(*passed, **named_passed) == function(*args, **kwargs)
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((1, 2), {}), ((1,), {"b": 2}), ((), {"b": 2, "a": 1})])
-def test_one_argument_is_replaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "expected"), [("b", (1, 7, 3, None)), ("d", (1, 2, 3, 7))])
+def test_one_argument_is_replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, expected: tuple[Any, ...]
+) -> None:
     before = dict(kwargs)
-    others, named_others = Parameters(plain).replaced(args, kwargs, "b", 7)
-    assert plain(*others, **named_others) == (1, 7, 3, None)
+    others, named_others = Parameters(plain).replaced(args, kwargs, name, 7)
+    assert plain(*others, **named_others) == expected
     assert kwargs == before

@@ -34,7 +34,7 @@ from megatron_datastates.files import (
 )
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.training import tracker
+from megatron_datastates.mcore.training import tracker_recovery
 from megatron_datastates.pipeline.runs.runs import (
     may_be_ours,
     require_tracked,
@@ -118,7 +118,7 @@ def test_a_tracker_that_is_not_a_regular_file_names_no_iteration(tmp_path: Path,
     assert tracked_iteration(path) is None
     with pytest.raises(StorageError, match="expected a regular file"):
         require_tracked(path)
-    tracker.mend(path)
+    tracker_recovery.mend(path)
 
 
 @IN_PLACE

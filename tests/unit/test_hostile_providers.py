@@ -7,7 +7,6 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from megatron_datastates.providers import (
     TensorSource,
 )
 from tests.support.bytecodes import interrupted
+from tests.support.waiting import eventually
 from tests.unit.states import Yields, new_saver
 
 WEIGHT = torch.arange(5, dtype=torch.float32)
@@ -78,14 +78,6 @@ def test_a_provider_that_stores_nothing_has_a_name_in_utf_8(tmp_path: Path) -> N
 # -- writers ----------------------------------------------------------------------------------------------
 
 
-def wait_until_empty(directory: Path) -> None:
-    """Returns once there is no file: the thread that has failed reports that, then removes its file."""
-    deadline = time.monotonic() + 60.0
-    while list(directory.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("compress", [0, 1])
 @pytest.mark.parametrize("mutability", list(Mutability), **by_name)
 def test_bytes_written_after_their_entry_was_over_fail_the_save(
@@ -105,7 +97,7 @@ def test_bytes_written_after_their_entry_was_over_fail_the_save(
     entries = StreamSource("first", first, mutability), StreamSource("second", second, mutability)
     with pytest.raises(SaveFailedError, match=r"bytes of 'p\.first' came after its writer had returned"):
         ds.save({"p": Yields(*entries)}, tmp_path, compress=compress)
-    wait_until_empty(tmp_path)
+    eventually(lambda: not list(tmp_path.iterdir()), "the thread that has failed removes its file")
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
@@ -115,7 +107,7 @@ def test_whatever_a_writer_raises_on_another_thread_fails_the_save(
 ) -> None:
     with pytest.raises(SaveFailedError, match=type(error).__name__):
         ds.save({"p": Yields(StreamSource("s", _raising(error), mutability))}, tmp_path)
-    wait_until_empty(tmp_path)
+    eventually(lambda: not list(tmp_path.iterdir()), "the thread that has failed removes its file")
 
 
 class NoText(BaseException):
@@ -131,7 +123,7 @@ def test_an_error_without_a_text_on_another_thread_leaves_no_file(
 ) -> None:
     with pytest.raises(SaveFailedError, match="rank 0: NoText"):
         ds.save({"p": Yields(StreamSource("s", _raising(NoText()), mutability))}, tmp_path)
-    wait_until_empty(tmp_path)
+    eventually(lambda: not list(tmp_path.iterdir()), "the thread that has failed removes its file")
 
 
 def test_an_interrupted_save_leaves_no_file_and_delays_no_fence(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from megatron_datastates.pipeline.publishing import layouts
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving.records import RankRecord, Records
+from tests.support.waiting import eventually
 from tests.unit.by_hand import fragment, index_of
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State
@@ -157,13 +156,6 @@ def test_lists_of_providers_count(little: None) -> None:
     assert store.should_forget()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def changing(number: int, rank: int) -> State:
     """Returns a state whose structure changes, but for every third number; the second rank's never does."""
     size = 300 if rank or number % 3 == 0 else 300 + number
@@ -191,7 +183,7 @@ def test_what_is_known_of_changing_structures_stays_bounded(
         for publication in reversed(under_way[0]):
             publication.poll()
         for publication in [one for saves in begun[-4:] for one in saves]:
-            until(lambda save=publication.save: save.is_durable or save.failure is not None)
+            eventually(lambda save=publication.save: save.is_durable or save.failure is not None)
         most = max(most, ranks.savers[0].session.layouts._bytes)
 
     def last_is_over() -> bool:
@@ -199,7 +191,7 @@ def test_what_is_known_of_changing_structures_stays_bounded(
             publication.poll()
         return begun[-1][0].outcome is not Outcome.PENDING
 
-    until(last_is_over)
+    eventually(last_is_over)
     outcomes = [saves[0].outcome for saves in begun]
     assert outcomes.count(Outcome.FAILED) == (failing is not None)
     assert outcomes.count(Outcome.PUBLISHED) == 60 - (failing is not None)

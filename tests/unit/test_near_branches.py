@@ -20,7 +20,7 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.mcore.training.tracker import mend
+from megatron_datastates.mcore.training.tracker_recovery import mend
 from megatron_datastates.pipeline.near import job_notes
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.near.places import manifest_in

@@ -26,10 +26,10 @@ from megatron_datastates.pipeline.near.places import manifest_in, near_iteration
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.branches import origin_in
+from tests.support.waiting import eventually
 from tests.unit import ranks_in_turn
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, data_files
-from tests.unit.test_near_mishaps import eventually
 from tests.unit.test_near_replicas import NEVER_FAR, Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover
 from tests.unit.test_near_tier_trouble import next_job

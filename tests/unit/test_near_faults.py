@@ -37,10 +37,10 @@ from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange
 from tests.support.programs import Programs
+from tests.support.waiting import eventually
 from tests.unit.states import OPTIONS
 from tests.unit.test_near_replicas import Cluster, copying
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover
-from tests.unit.test_near_tier_trouble import wait_for
 
 NEVER_FAR = "drain write:0:EIO"
 
@@ -79,7 +79,7 @@ def test_a_restore_that_is_killed_is_made_by_the_next_job(
 def test_near_tiers_that_vanish_under_a_job_cost_what_is_not_far(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     nodes.save(1)
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     for root in nodes.roots:
         shutil.rmtree(root)
     assert nodes.save(2).outcome is Outcome.PUBLISHED, "in directories that are made anew"
@@ -142,7 +142,7 @@ def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
     for iteration in (4, 5, 6):
         saved = nodes.save(iteration)
         assert [one.is_near for one in saved.records] == [True, is_known or iteration > 4], iteration
-        wait_for(lambda: nodes.is_far(iteration))  # noqa: B023
+        eventually(lambda: nodes.is_far(iteration))  # noqa: B023
         (nodes.run / TRACKER_NAME).write_text(str(iteration))
     nodes.close()
     assert {path.parent.name for path in nodes.roots[1].glob("*/*/data-*")} == {"iter_0000006"}
@@ -179,7 +179,7 @@ def test_a_far_side_that_is_away_for_a_while_gets_everything_later(
     nodes = Nodes(tmp_path, near_keep=1)
     with bound_by_permissions():
         nodes.save(1)
-        wait_for(lambda: nodes.is_far(1))
+        eventually(lambda: nodes.is_far(1))
         with trouble(nodes):
             for iteration in (2, 3):
                 assert nodes.save(iteration).outcome is Outcome.PUBLISHED, "near"
@@ -202,13 +202,13 @@ def test_an_attempt_that_began_before_the_end_is_not_the_last_one(
             return copy(self, save)
         if save.attempts + 1 >= drain._REPORTED_ATTEMPT:
             ending.append(self)
-            wait_for(lambda: self._closing)
+            eventually(lambda: self._closing)
         raise OSError("away")
 
     monkeypatch.setattr(drain.Drain, "_copy", late)
     nodes = Nodes(tmp_path)
     assert nodes.save(1).outcome is Outcome.PUBLISHED
-    wait_for(lambda: len(ending) == 2)
+    eventually(lambda: len(ending) == 2)
     nodes.close()
     nodes.check(1)
 
@@ -225,7 +225,7 @@ def test_an_attempt_that_fails_while_a_job_ends_is_soon_made_again(
     def fails_in_the_end(self: drain.Drain, save: NearSave) -> None:
         if save.publisher is not None and len(failed) < 2:
             began.set()
-            wait_for(lambda: self._closing)
+            eventually(lambda: self._closing)
             failed.append(save)
             raise OSError("away")
         attempt(self, save)
@@ -233,7 +233,7 @@ def test_an_attempt_that_fails_while_a_job_ends_is_soon_made_again(
     monkeypatch.setattr(drain.Drain, step, fails_in_the_end)
     nodes = Nodes(tmp_path)
     nodes.save(1)
-    wait_for(began.is_set)
+    eventually(began.is_set)
     nodes.close()
     nodes.check(1)
     assert "published in the near tiers only" not in caplog.text
@@ -249,7 +249,7 @@ def test_a_far_side_without_room_gets_everything_later(
     assert failed_near.outcome is Outcome.FAILED, "a manifest that has no room near"
     for iteration in (2, 3):
         assert nodes.save(iteration).outcome is Outcome.PUBLISHED
-    wait_for(lambda: nodes.is_far(3))
+    eventually(lambda: nodes.is_far(3))
     nodes.close()
     for iteration in (2, 3):
         nodes.check(iteration)
@@ -283,7 +283,7 @@ def test_clocks_that_are_apart_choose_no_checkpoint(
 ) -> None:
     nodes = copying(tmp_path, near_keep=9)
     nodes.save(1)
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     (nodes.run / TRACKER_NAME).write_text("1")
     abandon(nodes)
     later = copying(tmp_path, faults=NEVER_FAR, near_keep=9)

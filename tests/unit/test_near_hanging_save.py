@@ -19,8 +19,9 @@ from megatron_datastates.mcore.training import checks
 from megatron_datastates.pipeline.near import tier
 from megatron_datastates.pipeline.near.places import near_run, published_in
 from megatron_datastates.pipeline.publication import Outcome
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.test_near_tier import STALLED, Nodes, abandon, states_of
-from tests.unit.test_near_tier_trouble import PATIENCE_SECONDS, next_job, wait_for
+from tests.unit.test_near_tier_trouble import next_job
 
 LIMIT_SECONDS = 20.0  # for a save whose questions are not answered, on a busy machine
 _CALLS = ("open", "stat", "lstat", "listdir", "scandir", "mkdir", "link", "rename", "unlink")
@@ -100,7 +101,7 @@ def test_a_save_that_a_full_near_tier_does_not_hold_begins_without_an_answer(
 ) -> None:
     nodes = Nodes(tmp_path)
     nodes.save(1)
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     storage = hangs(tmp_path / "far")
     monkeypatch.setattr(tier, "free_bytes", lambda root: 0)
     saves = []
@@ -109,7 +110,7 @@ def test_a_save_that_a_full_near_tier_does_not_hold_begins_without_an_answer(
         saves.append(timed(start))
     assert storage.asked
     storage.mend()
-    wait_for(lambda: [save.poll() for save in reversed(saves)] == [Outcome.PUBLISHED] * 2)
+    eventually(lambda: [save.poll() for save in reversed(saves)] == [Outcome.PUBLISHED] * 2)
     nodes.close()
     nodes.check(2)
 
@@ -119,7 +120,7 @@ def test_once_storage_answers_again_a_rolled_back_run_saves_to_it(
 ) -> None:
     nodes = Nodes(tmp_path, near_keep=3)
     nodes.save(1)
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     (nodes.run / TRACKER_NAME).write_text("9")
     nodes.close()
     again = next_job(tmp_path, near_keep=5)

@@ -18,7 +18,7 @@ import pytest
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.near import drain, tier
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.near_save import NearSave
@@ -29,8 +29,9 @@ from megatron_datastates.pipeline.runs import history, runs
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import note_job
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
+from tests.support.waiting import eventually
 from tests.unit.states import data_files, flip
-from tests.unit.test_near_mishaps import eventually, restart
+from tests.unit.test_near_mishaps import restart
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon
 from tests.unit.test_near_tier_trouble import next_job
@@ -48,12 +49,12 @@ class Far:
 
     def __call__(self, save_id: SaveId, is_retried: bool) -> None:
         iteration = self._iteration_of(save_id)
-        before, training_near._tracked = training_near._tracked, self._tracked
+        before, tracker_writing._tracked = tracker_writing._tracked, self._tracked
         try:
             number = save_id.ordinal
-            training_near._track(self._nodes.run, iteration, save_id, self._interval, number, is_retried)
+            tracker_writing._track(self._nodes.run, iteration, save_id, self._interval, number, is_retried)
         finally:
-            training_near._tracked = before
+            tracker_writing._tracked = before
         session = self._nodes.ranks.savers[0].session
         self.were_alone.append(session.layouts.publishing.locked())
 
@@ -277,10 +278,10 @@ def test_what_cannot_be_read_is_not_deleted_where_few_checkpoints_are_kept(
 def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_near, "_tracked", {})
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
     tracker = tmp_path / TRACKER_NAME
     has_failed = fails_once(monkeypatch, runs, "read_regular", tracker)
-    training_near._track(tmp_path, 2, SaveId(1, 1), None, 1, False)
+    tracker_writing._track(tmp_path, 2, SaveId(1, 1), None, 1, False)
     assert has_failed.is_set() and tracker.read_text() == "2"
 
 
@@ -289,14 +290,14 @@ def test_what_is_being_saved_again_is_not_deleted_where_few_checkpoints_are_kept
     is_saved_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a rollback from 200, save 150 is published while save 200 is being written."""
-    monkeypatch.setattr(training_near, "_tracked", {})
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
     left = Nodes(tmp_path)
     saved_before(with_tracker(left), 200)
     left.close()
     own = left.directory(200) / SaveId(1, 2).data_file_name(0)
     if is_saved_again:
         own.touch()
-    training_near._track(left.run, 150, SaveId(1, 1), 1000, 1, False)
+    tracker_writing._track(left.run, 150, SaveId(1, 1), 1000, 1, False)
     assert tracked(left) == 150 and left.directory(200).exists() == own.exists() == is_saved_again
 
 
@@ -354,14 +355,14 @@ def test_saves_that_could_not_be_published_are_tried_again_together(
     monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
     nodes = with_tracker(Nodes(tmp_path))
     saved_before(nodes, 1)
-    write, has_room = training_near.write_whole, threading.Event()
+    write, has_room = tracker_writing.write_whole, threading.Event()
 
     def full(path: Path, *more: Any) -> None:
         if not has_room.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, *more)
 
-    monkeypatch.setattr(training_near, "write_whole", full)
+    monkeypatch.setattr(tracker_writing, "write_whole", full)
     nodes.save(2)
     nodes.save(3)
     failed = first_drain(nodes)._to_publish
@@ -378,7 +379,7 @@ def test_a_save_whose_files_come_late_waits_for_the_attempt_of_a_later_one(
     """A tracker that named it meanwhile would be newer than the later one, as if it had been set back."""
     monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
     nodes = with_tracker(Nodes(tmp_path, {}, {"faults": "drain write:0:EIO"}))
-    write, has_room = training_near.write_whole, threading.Event()
+    write, has_room = tracker_writing.write_whole, threading.Event()
 
     def full(path: Path, *more: Any) -> None:
         if not has_room.is_set():
@@ -389,7 +390,7 @@ def test_a_save_whose_files_come_late_waits_for_the_attempt_of_a_later_one(
         (file,) = nodes.near(1, iteration).glob("data-00001-*")
         shutil.copy(file, nodes.directory(iteration))
 
-    monkeypatch.setattr(training_near, "write_whole", full)
+    monkeypatch.setattr(tracker_writing, "write_whole", full)
     nodes.save(1)
     nodes.save(2)
     waiting = first_drain(nodes)._to_publish

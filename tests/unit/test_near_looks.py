@@ -21,9 +21,9 @@ from megatron_datastates.pipeline.near import drain
 from megatron_datastates.pipeline.near.copying import Copier
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import published_in
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.states import SMALL, data_files
 from tests.unit.test_near_tier import Nodes
-from tests.unit.test_near_tier_trouble import PATIENCE_SECONDS, wait_for
 
 
 class _Counting:
@@ -89,11 +89,11 @@ def test_at_the_end_files_that_have_arrived_are_not_looked_at_again(
     nodes.save(1)
     closing = threading.Thread(target=nodes.close)
     closing.start()
-    wait_for(lambda: len(data_files(nodes.directory(1))) == 1)
+    eventually(lambda: len(data_files(nodes.directory(1))) == 1)
     (there,) = data_files(nodes.directory(1))
-    wait_for(lambda: counts[there.name] > 0)
+    eventually(lambda: counts[there.name] > 0)
     first, looks = counts[there.name], counts[""]
-    wait_for(lambda: counts[""] > looks + 20)
+    eventually(lambda: counts[""] > looks + 20)
     assert counts[there.name] <= max(first, 2), "once when it is found, and once while it is copied"
     may_copy.set()
     closing.join()
@@ -122,7 +122,7 @@ def test_each_node_reads_the_manifest_of_a_drained_save_once(
     nodes.save(1)
     nodes.save(2)
     may_copy.set()
-    wait_for(lambda: nodes.is_far(2) and nodes.kept(0) == nodes.kept(1) == ["iter_0000002"])
+    eventually(lambda: nodes.is_far(2) and nodes.kept(0) == nodes.kept(1) == ["iter_0000002"])
     nodes.close()
     assert Counter(reads)[str(nodes.directory(1))] <= 2, "by each of two nodes"
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,27 +16,20 @@ from megatron_datastates.config import MIB
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.near import copying, drain, places, replicas, room, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.threads import ThreadPool
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.states import flip
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_two_files_a_rank import Shards, adapter_of
 
-SECONDS = 30.0
 OTHER_RUN = 0xB
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def restart(nodes: Nodes, run_id: int = OTHER_RUN) -> None:
@@ -151,7 +143,7 @@ def test_the_tracker_follows_the_order_in_which_saves_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first save after a restart went to --save right away; then the drain brings one from before it."""
-    monkeypatch.setattr(training_near, "_tracked", {})
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
     for iteration in (5, 10, 20):
         (tmp_path / f"iter_{iteration:07d}").mkdir()
     before, after = SaveId(1, 7), SaveId(OTHER_RUN, 1)
@@ -160,7 +152,7 @@ def test_the_tracker_follows_the_order_in_which_saves_began(
         (before, 5, 0, "10"),
         (after, 20, 2, "20"),
     ]:
-        training_near._track(tmp_path, iteration, save_id, None, number, True)
+        tracker_writing._track(tmp_path, iteration, save_id, None, number, True)
         assert (tmp_path / TRACKER_NAME).read_text() == tracked
 
 
@@ -274,12 +266,12 @@ def test_left_overs_are_removed_by_save_and_not_what_has_come_since(
     def slow(path: Path) -> list[str]:
         if Path(path) == nodes.near(0, 5):
             begun.set()
-            assert may_go_on.wait(SECONDS)
+            assert may_go_on.wait(PATIENCE_SECONDS)
         return listdir(path)
 
     nodes.save(4)
     monkeypatch.setattr(places.os, "listdir", slow)
-    if not begun.wait(SECONDS):
+    if not begun.wait(PATIENCE_SECONDS):
         pytest.fail("left-overs were not looked at")
     saved = nodes.save(6)
     may_go_on.set()
@@ -343,7 +335,7 @@ def test_a_file_that_vanishes_in_save_keeps_no_later_checkpoint_from_it(
     nodes.save(1)
     (file,) = nodes.near(0, 1).glob("data-00000-*")
     first = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
-    eventually(lambda: any(file.name in save.found for save in first._to_publish))  # rank 0 has seen it
+    eventually(lambda: any(file.name in save.arrived for save in first._to_publish))  # rank 0 has seen it
     shutil.rmtree(nodes.directory(1))
     nodes.save(2)
     eventually(lambda: nodes.is_far(2))

@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
@@ -36,17 +35,9 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
-
-PATIENCE_SECONDS = 60.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def next_job(root: Path, run_id: int = 5, **changes: Any) -> Nodes:
@@ -65,7 +56,7 @@ def test_what_earlier_jobs_left_makes_room(tmp_path: Path) -> None:
     shutil.copytree(nodes.near(0, 3), unfinished, ignore=shutil.ignore_patterns(MANIFEST_NAME))
     again = next_job(tmp_path)
     again.save(4)
-    wait_for(lambda: again.is_far(4))
+    eventually(lambda: again.is_far(4))
     again.save(5)
     again.close()
     assert again.kept(0) == again.kept(1) == ["iter_0000005"]
@@ -95,7 +86,7 @@ def test_a_save_that_goes_to_save_right_away_ends_that(
         patched.setattr(tier, "free_bytes", lambda root: 0)
         again.save(2)
     assert again.is_far(2)
-    wait_for(lambda: "iter_0000003" not in {*again.kept(0), *again.kept(1)})
+    eventually(lambda: "iter_0000003" not in {*again.kept(0), *again.kept(1)})
     abandon(again)
 
 
@@ -158,7 +149,7 @@ def test_a_job_that_is_not_quite_dead_removes_nothing_of_its_successor(
     new = next_job(tmp_path, faults="drain write:0:EIO")
     new.save(2)
     for saver in new.ranks.savers:  # which then pauses: else it may remove what the old one writes
-        wait_for(lambda own=saver.near.drain: own._to_copy[0].attempts)
+        eventually(lambda own=saver.near.drain: own._to_copy[0].attempts)
     writing = new.near(0, 5)
     writing.mkdir()
     (begun,) = new.near(0, 2).glob("data-*")
@@ -205,7 +196,7 @@ def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_fr
         assert saver.near is not None
         saver.near._ranks = 2
     first = nodes.ranks.savers[0].start(directory, states[0], far_published=nodes.ranks.note_far)
-    wait_for(lambda: stored() > 1_900_000)
+    eventually(lambda: stored() > 1_900_000)
     second = nodes.ranks.savers[1].start(directory, states[1], far_published=nodes.ranks.note_far)
     assert first.save.context.near is not None and second.save.context.near is not None
     for saver in nodes.ranks.savers:
@@ -304,7 +295,7 @@ def test_a_failed_save_into_the_folder_of_a_published_one_takes_nothing_of_it(tm
     assert nodes.save(1).outcome is Outcome.FAILED
     for iteration in (2, 3):
         nodes.save(iteration)
-    wait_for(lambda: nodes.is_far(3))
+    eventually(lambda: nodes.is_far(3))
     nodes.close()
     for iteration in (1, 2, 3):
         nodes.check(iteration)
@@ -319,7 +310,7 @@ def test_each_nth_is_counted_among_the_saves_of_the_near_tier(tmp_path: Path) ->
         for saver in nodes.ranks.savers:
             saver.session.next_id()  # of a save that no near tier sees, such as a non-persistent one
         nodes.save(iteration)
-    wait_for(lambda: nodes.is_far(4))
+    eventually(lambda: nodes.is_far(4))
     assert [iteration for iteration in (1, 2, 3, 4) if nodes.is_far(iteration)] == [2, 4]
     nodes.close()
 
@@ -327,7 +318,7 @@ def test_each_nth_is_counted_among_the_saves_of_the_near_tier(tmp_path: Path) ->
 def test_a_save_of_which_a_part_is_in_save_already_is_not_left_near(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, {}, {"near": ""}, drain_every=2)
     nodes.save(1)
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     nodes.close()
     nodes.check(1)
 
@@ -339,7 +330,7 @@ def test_a_file_that_cannot_be_read_does_not_keep_later_saves_from_save(tmp_path
     path.unlink()
     path.mkdir()  # any error but a missing file
     nodes.save(2)
-    wait_for(lambda: nodes.is_far(2))
+    eventually(lambda: nodes.is_far(2))
     nodes.close()
     nodes.check(2)
     assert not nodes.is_far(1)
@@ -379,7 +370,7 @@ def test_what_arrives_while_rank_0_looks_is_published_too(
         missing = look(directory, manifest, *more)
         if len(first_drain._to_publish) == 2 and not may_copy.is_set():
             may_copy.set()
-            wait_for(lambda: all(len(data_files(nodes.directory(number))) == 2 for number in (1, 2)))
+            eventually(lambda: all(len(data_files(nodes.directory(number))) == 2 for number in (1, 2)))
         return missing
 
     monkeypatch.setattr(Copier, "copy", copy_later)
@@ -417,7 +408,7 @@ def test_a_file_of_megatrons_that_is_gone_from_save_becomes_far_with_the_rest(tm
     content = common.read_bytes()
     extras = PublicationExtras(other_files=(COMMON_FILE,))
     saves = _begun(nodes, 1, extras)
-    wait_for(lambda: [save.poll() for save in reversed(saves)] == [Outcome.PUBLISHED] * 2)
+    eventually(lambda: [save.poll() for save in reversed(saves)] == [Outcome.PUBLISHED] * 2)
     common.unlink()
     nodes.close()
     nodes.check(1)
@@ -431,9 +422,9 @@ def test_megatron_writes_no_tracker_where_it_could_fail(
     near = tmp_path / "near"
     arguments = SimpleNamespace(save=str(tmp_path / "far"))
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    monkeypatch.setattr(training_near, "_is_on", False)  # retention reads it: put back when the test ends
+    monkeypatch.setattr(tracker_writing, "_is_near", False)  # retention reads it: put back when the test ends
     for iteration in (1, 2):
-        with training_near.saving(dataclasses.replace(OPTIONS, near=str(near))):
+        with tracker_writing.saving(dataclasses.replace(OPTIONS, near=str(near))):
             tracker = Path(checkpointing.get_checkpoint_tracker_filename(arguments.save))
         near.mkdir(exist_ok=True)
         near.rename(tmp_path / f"gone{iteration}")  # before the save is over
@@ -538,7 +529,7 @@ def test_rank_0_waits_at_the_end_while_a_large_file_of_another_node_arrives(
 
     def take_a_second(self: Limit, count: int) -> None:
         if self is other._limit:
-            wait_for(lambda: first._closing and first._progress == clock.now)  # it has seen the last piece
+            eventually(lambda: first._closing and first._progress == clock.now)  # it has seen the last piece
             clock.now += 1.0
 
     monkeypatch.setattr(Limit, "take", take_a_second)
@@ -567,7 +558,7 @@ def test_a_save_is_published_far_while_the_next_one_is_copied(
     monkeypatch.setattr(Copier, "copy", copy_in_turn)
     for iteration in (1, 2):
         nodes.save(iteration)
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     assert not list(nodes.directory(2).glob("data-00000-*.bin"))
     may_end.set()
     nodes.close()
@@ -587,10 +578,10 @@ def test_a_node_makes_room_once_rank_0_has_published(tmp_path: Path, monkeypatch
     for iteration in (1, 2):
         nodes.save(iteration)
     other = nodes.ranks.savers[1].near.drain  # type: ignore[union-attr]
-    wait_for(lambda: not other._to_copy and not other._may_evict)
+    eventually(lambda: not other._to_copy and not other._may_evict)
     assert nodes.kept(1) == ["iter_0000001", "iter_0000002"]
     may_publish.set()
-    wait_for(lambda: nodes.kept(0) == nodes.kept(1) == ["iter_0000002"])
+    eventually(lambda: nodes.kept(0) == nodes.kept(1) == ["iter_0000002"])
     nodes.close()
 
 
@@ -677,12 +668,12 @@ def test_a_save_is_not_over_before_an_earlier_one_that_a_node_is_still_storing(
             save.poll()
         return False
 
-    wait_for(lambda: poll() or all(save.publisher.is_done for save in saves[1]))
+    eventually(lambda: poll() or all(save.publisher.is_done for save in saves[1]))
     for _ in range(5):
         poll()
         assert saves[0][0].outcome is saves[1][0].outcome is Outcome.PENDING
     goes_on.set()
-    wait_for(lambda: poll() or saves[1][0].is_over)
+    eventually(lambda: poll() or saves[1][0].is_over)
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)
@@ -703,7 +694,7 @@ def test_a_drain_and_a_save_into_the_same_directory_publish_one_after_the_other(
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     nodes = Nodes(tmp_path)
     assert nodes.save(1).publisher.near is not None
-    wait_for(has_looked.is_set)
+    eventually(has_looked.is_set)
     monkeypatch.setattr(tier, "free_bytes", lambda root: 0)
     later = nodes.save(1)
     is_over.set()

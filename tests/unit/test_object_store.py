@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +60,7 @@ from tests.support.object_store import (
     served,
     unfinished,
 )
+from tests.support.waiting import eventually
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, State, bits, data_files, random_tensor
 from tests.unit.test_near_replicas import Cluster
@@ -255,19 +255,12 @@ def test_an_outage_is_waited_for_and_reported(
     store.fail("PUT|POST", answer)
     nodes = FarNodes(tmp_path)
     assert save(nodes, 1) is Outcome.PUBLISHED
-    wait_for(lambda: "it is tried again" in caplog.text)
+    eventually(lambda: "it is tried again" in caplog.text)
     assert "was not copied from" in caplog.text and RUN in caplog.text
     store.heal()
-    wait_for((nodes.directory(1) / MANIFEST_NAME).is_file)  # at its end, a job gives up after three attempts
+    eventually((nodes.directory(1) / MANIFEST_NAME).is_file)  # at its end, a job makes three attempts only
     nodes.close()
     check(nodes, 1)
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -277,7 +270,7 @@ def test_with_copies_a_lost_node_costs_nothing_that_was_not_in_the_store_yet(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     nodes = FarNodes(tmp_path, near_replicas=1)
     assert save(nodes, 1) is Outcome.PUBLISHED
-    wait_for(lambda: nodes.is_far(1))
+    eventually(lambda: nodes.is_far(1))
     store.fail("PUT|POST", UNAVAILABLE)
     assert save(nodes, 2) is Outcome.PUBLISHED, "near; the store is away"
     abandon(nodes)
@@ -331,7 +324,7 @@ def test_an_outage_while_the_manifest_is_written(
     store.fail(f"PUT .*{MANIFEST_NAME}", UNAVAILABLE)
     nodes = FarNodes(tmp_path)
     save(nodes, 1)
-    wait_for(lambda: "is not published in" in caplog.text)
+    eventually(lambda: "is not published in" in caplog.text)
     assert not (nodes.directory(1) / MANIFEST_NAME).is_file()
     store.heal()
     nodes.close()
@@ -359,7 +352,7 @@ def test_damage_in_the_near_tier_is_not_uploaded(
     with path.open("r+b") as file:
         file.seek(12 << 20)
         file.write(b"damage")
-    wait_for(lambda: "is corrupt: the checksum of block 12 (1 MiB) differs" in caplog.text)
+    eventually(lambda: "is corrupt: the checksum of block 12 (1 MiB) differs" in caplog.text)
     abandon(nodes)
     assert not (nodes.directory(1) / path.name).is_file()
     assert not (nodes.directory(1) / MANIFEST_NAME).is_file()
@@ -490,7 +483,7 @@ def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(
     nodes = FarNodes(tmp_path)
     save(nodes, 1)
     first = nodes.ranks.savers[0].near.drain
-    wait_for(lambda: first._to_publish)
+    eventually(lambda: first._to_publish)
     looks, join = [], first._thread.join
     monkeypatch.setattr(first._thread, "join", lambda timeout: looks.append(timeout) or join(timeout))
 

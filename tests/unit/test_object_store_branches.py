@@ -11,8 +11,8 @@ from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.mcore.training import near as training_near
-from megatron_datastates.mcore.training.tracker import wrap_read_metadata
+from megatron_datastates.mcore.training import tracker_writing
+from megatron_datastates.mcore.training.tracker_recovery import wrap_read_metadata
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
@@ -75,7 +75,7 @@ def test_what_another_node_uploads_again_is_not_deleted_where_few_checkpoints_ar
     is_saved_again: bool, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0's drain publishes 7 late: another node's has already uploaded its part of 10."""
-    monkeypatch.setattr(training_near, "_tracked", {})
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
     first = StoreJob(tmp_path, A)
     for iteration in (5, 10):
         first.save(iteration)
@@ -83,7 +83,7 @@ def test_what_another_node_uploads_again_is_not_deleted_where_few_checkpoints_ar
     uploaded = first.directory(10) / SaveId(B, 2).data_file_name(1)
     if is_saved_again:
         stores.write(uploaded, b"part")
-    training_near._track(first.run, 7, SaveId(B, 1), 1000, 1, False)
+    tracker_writing._track(first.run, 7, SaveId(B, 1), 1000, 1, False)
     assert tracked(first) == "7" and first.directory(10).exists() == uploaded.exists() == is_saved_again
 
 

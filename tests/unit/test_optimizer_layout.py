@@ -10,7 +10,6 @@ import builtins
 import functools
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
@@ -41,13 +39,7 @@ GROUPS = {"param_groups": [{"wd_mult": 1.0, "lr": 0.5, "step": 7}]}
 WHOLE = torch.arange(24.0).reshape(4, 6)
 NORM = torch.arange(100.0, 105.0)
 Shard = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_p
 from tests.unit.command import run
 from tests.unit.inspecting import output_of
 from tests.unit.pruning import age, call_and_be_killed, place
+from tests.unit.pruning import root as root
 from tests.unit.trained import TRACKER, save_trained
 
 NUMBERS = [100, 200, 300, 400]
@@ -35,15 +36,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_trained(place(root, number), "datastates" if number == 200 else "torch_dist")
     (root / TRACKER).write_text("400")
     return root
-
-
-@pytest.fixture
-def root(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the run, which ended hours ago."""
-    copied = Path(shutil.copytree(saved, tmp_path / "run"))
-    for path in copied.rglob("*"):
-        age(path, 7200)
-    return copied
 
 
 def removed(root: Path, rules: RetentionRules = KEEP_ONE) -> list[int]:

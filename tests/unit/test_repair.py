@@ -19,7 +19,6 @@ from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
-    RepairRefusedError,
     UnsupportedFormatError,
 )
 from megatron_datastates.format.manifest import Manifest
@@ -31,6 +30,7 @@ from megatron_datastates.providers.base import StateReader
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import OPTIONS, SMALL, State, data_files
+from tests.unit.verifying import refusal
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("megatron-*"))
 COMMON = "common_state/shard_0_1"
@@ -65,14 +65,6 @@ def lose(directory: Path) -> Manifest:
     manifest = manifest_of(directory)
     (directory / MANIFEST_NAME).unlink()
     return manifest
-
-
-def refusal(directory: Path) -> str:
-    before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(RepairRefusedError) as error:
-        repair(directory, options=OPTIONS)
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    return str(error.value)
 
 
 def index_file(directory: Path) -> Path:

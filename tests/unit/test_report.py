@@ -41,6 +41,7 @@ from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource
 from megatron_datastates.providers.transforms import Compressed
+from tests.support.waiting import eventually
 from tests.unit.states import State, new_saver, save
 
 WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.floats(0, 1e9)
@@ -417,10 +418,7 @@ def test_a_file_that_hangs_keeps_reports_and_not_what_they_are_made_of(tmp_path)
     kept = [weakref.ref(one.save) for one in publications]
     while publications:
         reporter.emit(0, functools.partial(save_report, publications.pop(), "async"), later=True)
-    deadline = time.monotonic() + 30.0
-    while any(one() is not None for one in kept):
-        assert time.monotonic() < deadline, "a thread that waits holds a save"
-        time.sleep(0.01)
+    eventually(lambda: all(one() is None for one in kept), "no thread that waits holds a save")
     assert not reporter.flush(0.0)
     with path.open() as pipe:
         assert reporter.flush(30.0)

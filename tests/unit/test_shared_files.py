@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_datastates.errors import DataStatesError, RepairRefusedError
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.digests import ContentDigest
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -19,6 +19,7 @@ from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, write_encoded, write_shared
 from tests.unit.states import OPTIONS, bits
+from tests.unit.verifying import refusal
 
 
 def opened(path: Path) -> Checkpoint:
@@ -79,14 +80,6 @@ def test_repair_rebuilds_the_manifest_of_several_groups_of_one_save(tmp_path):
     assert bits(opened(directory).read_tensor("weight")) == bits(WEIGHT)
 
 
-def refused_repair(directory: Path) -> str:
-    before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    with pytest.raises(RepairRefusedError) as error:
-        repair(directory, options=OPTIONS)
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    return str(error.value)
-
-
 def write_other_layout(directory: Path, group: int) -> None:
     path = directory / EARLIER.data_file_name(0, group)
     path.write_bytes(data_file(Part(), 0, 1, EARLIER, group=group))
@@ -97,7 +90,7 @@ def test_repair_refuses_a_file_of_an_earlier_save_and_names_it(tmp_path):
     manifest = write_shared(tmp_path / "c")
     write_other_layout(tmp_path / "c", group=0)  # for which the later save has a file of its own
     (tmp_path / "c" / MANIFEST_NAME).unlink()
-    text = refused_repair(tmp_path / "c")
+    text = refusal(tmp_path / "c")
     assert f"data files of 2 saves ({EARLIER}; {SAVE})" in text
     assert f"Save {SAVE} may have shared {manifest.files[1].name} of earlier saves" in text
     assert "restore its manifest from a copy, or load another checkpoint" in text
@@ -111,7 +104,7 @@ def test_repair_names_the_left_overs_beside_a_whole_save(tmp_path):
     (directory / MANIFEST_NAME).unlink()
     left_over = write_shared(other).files[1].name
     (other / left_over).rename(directory / left_over)
-    text = refused_repair(directory)
+    text = refusal(directory)
     assert f"The data files of save {SAVE} are complete by themselves" in text
     assert f"move the others ({left_over}) to another directory, and repair again" in text
     (directory / left_over).rename(other / left_over)
@@ -124,14 +117,14 @@ def test_repair_of_saves_that_all_lack_files_says_so(tmp_path):
     (tmp_path / "c" / MANIFEST_NAME).unlink()
     path = tmp_path / "c" / manifest.files[1].name
     path.write_bytes(path.read_bytes()[:-1])  # not sealed, so of no use
-    assert refused_repair(tmp_path / "c").endswith("No save has all its files here: load another checkpoint")
+    assert refusal(tmp_path / "c").endswith("No save has all its files here: load another checkpoint")
 
 
 def test_repair_names_no_file_of_another_layout(tmp_path):
     write_shared(tmp_path / "c")
     (tmp_path / "c" / MANIFEST_NAME).unlink()
     write_other_layout(tmp_path / "c", group=3)
-    assert refused_repair(tmp_path / "c").endswith("No save has all its files here: load another checkpoint")
+    assert refusal(tmp_path / "c").endswith("No save has all its files here: load another checkpoint")
 
 
 def test_repair_expects_no_save_to_have_shared_a_file_of_a_later_one(tmp_path):
@@ -140,7 +133,7 @@ def test_repair_expects_no_save_to_have_shared_a_file_of_a_later_one(tmp_path):
     for name in (MANIFEST_NAME, mine.files[1].name):
         (directory / name).unlink()
     (tmp_path / "other" / other.files[1].name).rename(directory / other.files[1].name)
-    text = refused_repair(directory)
+    text = refusal(directory)
     assert f"Save {later} may have shared {mine.files[0].name} of" in text
     assert f"Save {SAVE} may" not in text
 

@@ -23,7 +23,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
-from megatron_datastates.mcore.training import arguments, near, retention, tracker
+from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
 from megatron_datastates.pipeline.runs import runs
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
@@ -42,7 +42,7 @@ def root(tmp_path):
 def read(root: Path, text: str) -> str:
     """Returns what Megatron reads where the tracker says `text`."""
     (root / TRACKER_NAME).write_text(text)
-    return tracker.wrap_read_metadata(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
+    return tracker_recovery.wrap_read_metadata(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
 
 
 def deleted(root: Path, iteration: int) -> bool:
@@ -64,7 +64,7 @@ def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplo
     assert read(root, "iter_0000100\n") == "100"
     assert "taken for iteration 100" in caplog.text and "Falling back" not in caplog.text
     assert runs.tracked_iteration(root / TRACKER_NAME) == 100, "to prune and near tiers"
-    tracker.mend(root / TRACKER_NAME)
+    tracker_recovery.mend(root / TRACKER_NAME)
     assert (root / TRACKER_NAME).read_text() == "100"
     assert read(root, "iter_") == read(root, "iter_100 ?") == "200"
 
@@ -87,10 +87,10 @@ def test_a_tracker_that_cannot_be_read_now_is_not_damaged(
     def fail(*args: Any) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for module in (tracker, runs):
+    for module in (tracker_recovery, runs):
         monkeypatch.setattr(module, "read_regular", fail)
     assert read(root, "100") == "100", "Megatron reads it, or raises its error"
-    tracker.mend(root / TRACKER_NAME)
+    tracker_recovery.mend(root / TRACKER_NAME)
     assert (root / TRACKER_NAME).read_text() == "100" and caplog.text == ""
 
 
@@ -105,8 +105,8 @@ def test_a_damaged_tracker_that_cannot_be_read_again_is_repaired(
             return text
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(tracker, "read_regular", read_once)
-    tracker.mend(root / TRACKER_NAME)
+    monkeypatch.setattr(tracker_recovery, "read_regular", read_once)
+    tracker_recovery.mend(root / TRACKER_NAME)
     assert (root / TRACKER_NAME).read_text() == "200"
 
 
@@ -279,15 +279,15 @@ def test_whose_the_tracker_of_a_save_is(
     checkpointing = pytest.importorskip("megatron.training.checkpointing")
     changes = {"async_save": True, "save_retain_interval": None, "save": str(root)} | changes
     is_release, uses_client = changes.pop("is_release", False), changes.pop("uses_client", False)
-    monkeypatch.setattr(near, "msc_is_enabled", lambda: uses_client)
+    monkeypatch.setattr(tracker_writing, "msc_is_enabled", lambda: uses_client)
     arguments = SimpleNamespace(**changes)
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
     monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
-    for name in ("_is_on", "_is_ours"):
-        monkeypatch.setattr(near, name, False)
-    with near.saving(Options(), is_release=is_release):
+    for name in ("_is_near", "_is_ours"):
+        monkeypatch.setattr(tracker_writing, name, False)
+    with tracker_writing.saving(Options(), is_release=is_release):
         megatrons = Path(checkpointing.get_checkpoint_tracker_filename(arguments.save))
-        ours = near.far_published(root / "iter_0000100")
+        ours = tracker_writing.far_published(root / "iter_0000100")
     assert (ours is not None) == is_ours == (megatrons != root / TRACKER_NAME)
     if ours is not None:
         megatrons.write_text("100")
@@ -323,9 +323,9 @@ def test_a_near_checkpoint_is_noted_in_wandb_before_it_is_in_save(
     save = root if is_there else tmp_path / "not mounted"
     arguments = SimpleNamespace(async_save=True, save_retain_interval=None, save=str(save))
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    for name in ("_is_on", "_is_ours"):
-        monkeypatch.setattr(near, name, False)
-    with near.saving(Options(near=str(tmp_path / "near"))):
+    for name in ("_is_near", "_is_ours"):
+        monkeypatch.setattr(tracker_writing, name, False)
+    with tracker_writing.saving(Options(near=str(tmp_path / "near"))):
         pass
     # Later, from the queue of asynchronous calls.
     tracker = checkpointing.get_checkpoint_tracker_filename(str(save))
@@ -351,13 +351,13 @@ def test_saves_into_a_near_tier_do_not_wait_for_save_while_that_hangs(
     arguments = SimpleNamespace(async_save=True, save_retain_interval=10, save=str(root), rank=0)
     monkeypatch.setattr(checkpointing, "ensure_directory_exists", make)
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    monkeypatch.setattr(near, "_PATIENCE_SECONDS", 0.2, raising=False)
-    for name in ("_is_on", "_is_ours", "_is_out_of_reach"):
-        monkeypatch.setattr(near, name, False)
+    monkeypatch.setattr(tracker_writing, "_PATIENCE_SECONDS", 0.2, raising=False)
+    for name in ("_is_near", "_is_ours", "_is_out_of_reach"):
+        monkeypatch.setattr(tracker_writing, name, False)
 
     def save(name: str) -> float:
         begin = time.monotonic()
-        with near.saving(Options(near=str(tmp_path / "near"))):
+        with tracker_writing.saving(Options(near=str(tmp_path / "near"))):
             checkpointing.ensure_directory_exists(name, check_parent=False)
             assert next(serialization.maybe_msc.Path(name).iterdir(), None) is None
         return time.monotonic() - begin
@@ -370,7 +370,7 @@ def test_saves_into_a_near_tier_do_not_wait_for_save_while_that_hangs(
         pass
     monkeypatch.undo()
     answers.set()
-    assert near._storage.is_answered(10.0) and made == ["hangs"]
+    assert tracker_writing._storage.is_answered(10.0) and made == ["hangs"]
 
 
 def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(
@@ -379,9 +379,9 @@ def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_direct
     checkpointing = pytest.importorskip("megatron.training.checkpointing")
     arguments = SimpleNamespace(save=root.name, async_save=True, save_retain_interval=None)
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    monkeypatch.setattr(near, "_is_ours", True)
+    monkeypatch.setattr(tracker_writing, "_is_ours", True)
     monkeypatch.chdir(root.parent)
-    ours = near.far_published(Path(root.name, "iter_0000100"))
+    ours = tracker_writing.far_published(Path(root.name, "iter_0000100"))
     monkeypatch.chdir("/")
     assert ours is not None
     ours(SaveId(1, 1), False)
@@ -427,7 +427,7 @@ def test_only_rank_0_which_deletes_looks_at_the_directory_before_a_save(
 
 
 def test_a_save_elsewhere_has_megatrons_tracker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "_is_ours", True)
+    monkeypatch.setattr(tracker_writing, "_is_ours", True)
     arguments = SimpleNamespace(save=str(root))
     monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
-    assert near.far_published(root / "non_persistent" / "iter_0000100") is None
+    assert tracker_writing.far_published(root / "non_persistent" / "iter_0000100") is None

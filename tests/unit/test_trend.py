@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from megatron_datastates.cli.trend import sparkline
 from megatron_datastates.convert import pictures, trend
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
-from tests.unit.command import run
+from tests.unit.command import json_of, run
 from tests.unit.states import SMALL
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -62,10 +63,7 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def found(*arguments: object, code: int = 0) -> dict:
-    exit_code, printed, reported = run("trend", *arguments, "--json")
-    assert exit_code == code, reported
-    return json.loads(printed)
+found = functools.partial(json_of, "trend")
 
 
 @pytest.mark.parametrize("memory", ["1", "2KiB", "1GiB"])

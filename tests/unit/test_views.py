@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import megatron_datastates as ds
 from megatron_datastates.convert import pictures
-from tests.unit.command import run
+from tests.unit.command import json_of, run
 from tests.unit.states import SMALL, new_saver, save
 from tests.unit.test_optimizer_state import BUCKET, bucket, map_of, parameter, shard
 
@@ -41,10 +42,7 @@ def in_buckets(directory: Path, whole: torch.Tensor = WHOLE, *, halves: int = 2,
     return directory
 
 
-def found(*arguments: object, code: int) -> dict:
-    exit_code, printed, reported = run("diff", *arguments, "--json")
-    assert exit_code == code, reported
-    return json.loads(printed)
+found = functools.partial(json_of, "diff")
 
 
 def test_buckets_of_other_parallel_layouts_are_compared_by_parameter(tmp_path: Path) -> None:

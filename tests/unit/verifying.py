@@ -1,10 +1,14 @@
-"""Parts of checkpoints built by hand, what verify finds in them, and what a load reads from them."""
+"""Parts of checkpoints built by hand; what verify finds in them, why repair refuses, what a load reads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import megatron_datastates as ds
+from megatron_datastates.errors import RepairRefusedError
+from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource
@@ -22,6 +26,15 @@ def w(offset: int, size: int, total: int = 16):
 
 def faults(directory: Path) -> list[str]:
     return verify(directory, options=OPTIONS).faults
+
+
+def refusal(directory: Path) -> str:
+    """Returns why repair refuses, which changes nothing then."""
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(RepairRefusedError) as error:
+        repair(directory, options=OPTIONS)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    return str(error.value)
 
 
 def read(directory: Path, key: str = "w") -> bytes:

@@ -139,7 +139,7 @@ class Arguments:
 
 def unusual(stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns the arguments that no table describes: (found, expected) by name."""
-    found = {
+    arguments = {
         name: (stored[name], plain)
         for name, plain in PLAIN.items()
         if name in stored
@@ -148,8 +148,8 @@ def unusual(stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     }
     balancing = stored.get("moe_router_load_balancing_type")  # one, or a list of some
     if "sinkhorn" in str(balancing):
-        found["moe_router_load_balancing_type"] = (balancing, "aux_loss")
-    return found
+        arguments["moe_router_load_balancing_type"] = (balancing, "aux_loss")
+    return arguments
 
 
 def model_arguments(stored: Mapping[str, Any], vocab_size: int = 0) -> Arguments:

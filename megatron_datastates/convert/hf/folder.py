@@ -88,20 +88,20 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
             f"{directory} has both {_ONE_FILE} and an {INDEX_NAME} that does not name it: remove the one "
             "that is not the model's"
         )
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
-        for name, one in _tensors_of(directory / file).items():
-            if name in found:
-                raise FormatError(f"{directory}: {name!r} is in {found[name].path.name} and in {file}")
-            found[name] = one
+        for name, tensor in _tensors_of(directory / file).items():
+            if name in tensors:
+                raise FormatError(f"{directory}: {name!r} is in {tensors[name].path.name} and in {file}")
+            tensors[name] = tensor
     for name, file in places.items():
-        if name not in found:
+        if name not in tensors:
             raise FormatError(f"{directory} lacks {name!r}, which {INDEX_NAME} names")
-        if found[name].path.name != file:
+        if tensors[name].path.name != file:
             raise FormatError(
-                f"{directory}: {name!r} is in {found[name].path.name}, and {INDEX_NAME} says in {file}"
+                f"{directory}: {name!r} is in {tensors[name].path.name}, and {INDEX_NAME} says in {file}"
             )
-    return found
+    return tensors
 
 
 def _is_file_name(name: object) -> bool:
@@ -128,27 +128,27 @@ def _tensors_of(path: Path) -> dict[str, Stored]:
             raise StorageError(f"{path}: the file is truncated: its header should have {size} bytes")
         try:
             header = json.loads(file.read(size))
-            found = {
+            tensors = {
                 name: _stored(path, entry, 8 + size, file_bytes)
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise FormatError(f"{path} is damaged: {error}") from error
-    _require_no_gaps(path, found, 8 + size, file_bytes)
-    return found
+    _require_no_gaps(path, tensors, 8 + size, file_bytes)
+    return tensors
 
 
-def _require_no_gaps(path: Path, found: Mapping[str, Stored], start: int, file_bytes: int) -> None:
+def _require_no_gaps(path: Path, tensors: Mapping[str, Stored], start: int, file_bytes: int) -> None:
     """Raises FormatError unless each byte after the header is of one tensor, as the format asks."""
     at = start
-    for one in sorted(found.values(), key=lambda one: (one.offset, one.bytes)):
-        if one.offset != at:
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.bytes)):
+        if tensor.offset != at:
             raise FormatError(
-                f"{path} is damaged: a tensor begins at byte {one.offset}, expected {at}, the end of the "
+                f"{path} is damaged: a tensor begins at byte {tensor.offset}, expected {at}, the end of the "
                 "previous one"
             )
-        at += one.bytes
+        at += tensor.bytes
     if at != file_bytes:
         raise FormatError(f"{path} is damaged: it has {file_bytes} bytes, and its last tensor ends at {at}")
 
@@ -159,11 +159,11 @@ def _stored(path: Path, entry: Mapping[str, Any], start: int, file_bytes: int) -
     sizes = (begin, end, *shape)
     if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in sizes):
         raise ValueError(f"offsets and sizes are {sizes}, expected numbers")
-    found = Stored(path, start + begin, dtype, shape)
-    if end - begin != found.bytes:
+    tensor = Stored(path, start + begin, dtype, shape)
+    if end - begin != tensor.bytes:
         raise ValueError(f"{end - begin} bytes do not hold a tensor of shape {shape}")
     if start + end > file_bytes:
         raise StorageError(
             f"{path}: the file is truncated: it has {file_bytes} bytes, expected {start + end}"
         )
-    return found
+    return tensor

@@ -69,14 +69,14 @@ def _refuse_checkpoints(run: Path) -> None:
     tracker = run / TRACKER_NAME
     if tracked_name(run) is not None or tracker.exists():
         raise StorageError(f"{run} has a {TRACKER_NAME}: choose a new directory, or remove that file first")
-    found = []
+    names = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = [path.name for path in checkpoint_directories(run)]
-    if found == [RELEASE_NAME] and is_complete(run / RELEASE_NAME):  # an import was killed at its last step
+        names = [path.name for path in checkpoint_directories(run)]
+    if names == [RELEASE_NAME] and is_complete(run / RELEASE_NAME):  # an import was killed at its last step
         raise StorageError(
             f"{run / RELEASE_NAME} is complete, and only {tracker} is missing: write the word {RELEASE_NAME} "
             f"into that file, or remove {run / RELEASE_NAME} to import again"
         )
-    iterations = [name for name in found if name != RELEASE_NAME]
+    iterations = [name for name in names if name != RELEASE_NAME]
     if iterations:
         raise StorageError(f"{run} has checkpoints, such as {iterations[-1]}: choose a new directory")

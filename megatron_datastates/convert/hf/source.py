@@ -210,18 +210,18 @@ class HuggingFaceSource(Source):
         for module in modules:
             yield f"{module}._extra_state/shard_{'.'.join(map(str, numbers))}_{'.'.join(map(str, counts))}"
 
-    def _segments(self, place: Place, made: Sequence[Rows]) -> list[Segment]:
-        found = []
-        for rows in made:
+    def _segments(self, place: Place, parts: Sequence[Rows]) -> list[Segment]:
+        segments = []
+        for rows in parts:
             stored, at = self._find(rows, place), 0
             for begin, count in rows.runs:
-                found.append(Segment(begin, count, stored, at, rows.transposed))
+                segments.append(Segment(begin, count, stored, at, rows.transposed))
                 at += count
-        found.sort(key=lambda segment: segment.begin)
-        ends = [0, *(segment.begin + segment.rows for segment in found)]
-        starts = [*(segment.begin for segment in found), place.shape[0]]
+        segments.sort(key=lambda segment: segment.begin)
+        ends = [0, *(segment.begin + segment.rows for segment in segments)]
+        starts = [*(segment.begin for segment in segments), place.shape[0]]
         assert ends == starts, f"{place.names[0]}: the table does not name each row once"
-        return found
+        return segments
 
     def _find(self, rows: Rows, place: Place) -> Stored:
         stored = self._stored.get(rows.name) or self._stored.get(self._unprefixed(rows.name))

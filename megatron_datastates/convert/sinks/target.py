@@ -136,17 +136,17 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
     sync_directory(target.parent)
 
 
-def _upload(made: Path, target: Path) -> None:
-    if not made.is_dir():
-        with open_regular(made) as file:
+def _upload(written: Path, target: Path) -> None:
+    if not written.is_dir():
+        with open_regular(written) as file:
             stores.upload(target, file)
         return
-    files = [path for path in made.rglob("*") if path.is_file()]
-    names = [str(path.relative_to(made)) for path in sorted(files, key=_upload_order)]
+    files = [path for path in written.rglob("*") if path.is_file()]
+    names = [str(path.relative_to(written)) for path in sorted(files, key=_upload_order)]
     with claimed(target):
         try:
             for name in names:
-                with open_regular(made / name) as file:
+                with open_regular(written / name) as file:
                     stores.upload(target / name, file)
         except BaseException:  # including an interrupt
             with contextlib.suppress(OSError):

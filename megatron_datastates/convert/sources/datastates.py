@@ -162,11 +162,11 @@ class DataStatesSource(Source):
         return contents
 
     def stored_by_rank(self) -> list[RankContents]:
-        found: dict[int, RankContents] = {}
-        for file, one in zip(self.checkpoint.manifest.files, self.stored_by_file(), strict=True):
-            if not one.is_empty:
-                rank = found.setdefault(file.rank, RankContents([], []))
-                rank.fragments.extend(one.fragments)
-                rank.objects.extend(one.objects)
-                rank.streams.extend(one.streams)
-        return [found[rank] for rank in sorted(found)]
+        by_rank: dict[int, RankContents] = {}
+        for file, contents in zip(self.checkpoint.manifest.files, self.stored_by_file(), strict=True):
+            if not contents.is_empty:
+                rank = by_rank.setdefault(file.rank, RankContents([], []))
+                rank.fragments.extend(contents.fragments)
+                rank.objects.extend(contents.objects)
+                rank.streams.extend(contents.streams)
+        return [by_rank[rank] for rank in sorted(by_rank)]

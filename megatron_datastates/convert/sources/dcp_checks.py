@@ -149,14 +149,14 @@ def _record_faults(metadata: Metadata) -> Iterator[str]:
             wanted |= {(key, tuple(chunk.offsets)) for chunk in entry.chunks}
         else:
             wanted.add((key, None))
-    found = {(one.fqn, None if one.offset is None else tuple(one.offset)) for one in metadata.storage_data}
+    recorded = {(one.fqn, None if one.offset is None else tuple(one.offset)) for one in metadata.storage_data}
     # A whole tensor has an offset of zeros, and none in old releases.
-    whole = {(key, offset) for key, offset in wanted - found if offset is not None and not any(offset)}
-    old = {(key, None) for key, _ in whole} & found
-    missing = wanted - found - {one for one in whole if (one[0], None) in old}
+    whole = {(key, offset) for key, offset in wanted - recorded if offset is not None and not any(offset)}
+    old = {(key, None) for key, _ in whole} & recorded
+    missing = wanted - recorded - {one for one in whole if (one[0], None) in old}
     for key, offset in sorted(missing, key=str):
         yield f"{key!r}{_at(offset)} has no place"
-    for key, offset in sorted(found - wanted - old, key=str):
+    for key, offset in sorted(recorded - wanted - old, key=str):
         yield f"there is a place for {key!r}{_at(offset)}, which is not in the checkpoint"
 
 

@@ -25,7 +25,7 @@ Records = dict[str, dict[tuple[int, ...], Record]]  # by key and then by the fra
 
 def records_of(metadata: Metadata, path: Path) -> Records:
     """Returns all records by key and then by the fragment's offset."""
-    found: Records = defaultdict(dict)
+    records: Records = defaultdict(dict)
     for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise FormatError(
@@ -40,8 +40,8 @@ def records_of(metadata: Metadata, path: Path) -> Records:
             raise FormatError(
                 f"{path}: {index.fqn!r} has offset and length {place} in {file}, expected integers below 2^62"
             )
-        found[index.fqn][tuple(index.offset or ())] = Record(file, *place)
-    return found
+        records[index.fqn][tuple(index.offset or ())] = Record(file, *place)
+    return records
 
 
 def required_bytes(records: Iterable[Record]) -> dict[str, int]:

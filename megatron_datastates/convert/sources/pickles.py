@@ -257,13 +257,13 @@ def load_metadata(path: Path, *, strict: bool = False) -> Metadata:
             raise FormatError(f"{path} is damaged: it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             unpickler = _StrictUnpickler if strict else _MetadataUnpickler
-            found = load_pickle(unpickler, data, file, str(path))
-    if not isinstance(found, Metadata) or not all(
+            metadata = load_pickle(unpickler, data, file, str(path))
+    if not isinstance(metadata, Metadata) or not all(
         isinstance(part, dict)
-        for part in (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))
+        for part in (getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None))
     ):
         raise FormatError(f"{path} is not the metadata of a torch_dist checkpoint")
-    return found
+    return metadata
 
 
 def load_pickle(

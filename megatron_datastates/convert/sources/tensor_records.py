@@ -117,18 +117,18 @@ class _TensorUnpickler(pickle.Unpickler):
 
 def load_tensor_record(data: bytes, where: str) -> TensorRecord:
     """Loads `data.pkl` of an archive. Raises FormatError if it is not a plain tensor, or is damaged."""
-    found = load_pickle(_TensorUnpickler, data, io.BytesIO(data), where)
-    if not isinstance(found, TensorRecord) or not isinstance(found.dtype, torch.dtype):
+    record = load_pickle(_TensorUnpickler, data, io.BytesIO(data), where)
+    if not isinstance(record, TensorRecord) or not isinstance(record.dtype, torch.dtype):
         raise FormatError(f"{where}: it is not a tensor")
-    numbers = (found.storage_offset, *found.shape, *found.strides)
-    if len(found.shape) != len(found.strides) or not all(
+    numbers = (record.storage_offset, *record.shape, *record.strides)
+    if len(record.shape) != len(record.strides) or not all(
         isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers
     ):
         raise FormatError(
-            f"{where}: its tensor has an impossible shape {found.shape}, strides {found.strides} "
-            f"or offset {found.storage_offset}"
+            f"{where}: its tensor has an impossible shape {record.shape}, strides {record.strides} "
+            f"or offset {record.storage_offset}"
         )
-    return found
+    return record
 
 
 class _Storage:
@@ -155,17 +155,17 @@ class _TensorPickler(pickle.Pickler):
 
 def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
     """Returns `data.pkl` as torch.save writes it for a contiguous tensor on the host, with storage 0."""
-    found = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     count, strides = math.prod(shape), contiguous_strides(shape)
     hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
     arguments = (0, tuple(shape), strides, False, hooks)
-    name = next((name for name, known in STORAGES.items() if known == found), None)
+    name = next((name for name, known in STORAGES.items() if known == torch_dtype), None)
     if name is not None:
         storage = _Storage(getattr(torch, name), count)
         rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v2, (storage, *arguments))
     else:
-        storage = _Storage(torch.UntypedStorage, count * found.itemsize)
-        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v3, (storage, *arguments, found))
+        storage = _Storage(torch.UntypedStorage, count * torch_dtype.itemsize)
+        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v3, (storage, *arguments, torch_dtype))
     buffer = io.BytesIO()
     _TensorPickler(buffer, protocol=2).dump(rebuilt)
     return buffer.getvalue()

@@ -31,7 +31,8 @@ class Parameters:
         self._is_simple = all(one.kind in _BY_NAME for one in found)  # all others are left to inspect
         self._positional = [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
         self._names = frozenset(one.name for one in found)
-        self._required = frozenset(one.name for one in found if one.default is one.empty)
+        self.defaults = {one.name: one.default for one in found if one.default is not one.empty}
+        self._required = self._names - self.defaults.keys()
 
     def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments that a call passes, without defaults. Raises TypeError as the call would."""
@@ -42,11 +43,17 @@ class Parameters:
                 return call
         return dict(self._signature.bind(*args, **kwargs).arguments)
 
+    def as_call(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns what a call passes that has these arguments, by position where the function allows it."""
+        bound = self._signature.bind_partial()
+        bound.arguments.update(arguments)
+        return bound.args, bound.kwargs
+
     def replaced(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of a call with another value for one that it passes."""
-        if name in kwargs:
-            return args, {**kwargs, name: value}
+        """Returns the arguments of a call with another value for one, which it may leave to its default."""
         at = list(self._signature.parameters).index(name)
-        return (*args[:at], value, *args[at + 1 :]), dict(kwargs)
+        if at < len(args):
+            return (*args[:at], value, *args[at + 1 :]), dict(kwargs)
+        return args, {**kwargs, name: value}

@@ -78,7 +78,7 @@ _LOADING = (
         "training.arguments.wrap_add_checkpointing_args",
     ),
     Hook("megatron.training.arguments", "validate_args", "training.loop.wrap_validate_args"),
-    Hook(_CHECKPOINTING, "read_metadata", "training.tracker.wrap_read_metadata"),
+    Hook(_CHECKPOINTING, "read_metadata", "training.tracker_recovery.wrap_read_metadata"),
     Hook(_CHECKPOINTING, "load_checkpoint", "training.load.wrap_load_checkpoint"),
     Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),
     Hook(_CHECKPOINTING, "_load_base_checkpoint", "training.load.wrap_load_base_checkpoint"),

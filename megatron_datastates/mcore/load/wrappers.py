@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
 from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
@@ -15,12 +15,10 @@ from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `dist_checkpointing.load`."""
-    signature = inspect.signature(original)
+    parameters = Parameters(original)
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        return _LoadCall(original, call).run()
+        return _LoadCall(original, parameters, parameters.defaults | parameters.of_call(args, kwargs)).run()
 
     return load
 
@@ -28,9 +26,11 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 class _LoadCall:
     """One call of `dist_checkpointing.load`."""
 
-    def __init__(self, original: Callable[..., Any], call: inspect.BoundArguments) -> None:
-        self._original, self._call, self._arguments = original, call, call.arguments
-        self._directory = call.arguments["checkpoint_dir"]
+    def __init__(
+        self, original: Callable[..., Any], parameters: Parameters, arguments: dict[str, Any]
+    ) -> None:
+        self._original, self._parameters, self._arguments = original, parameters, arguments
+        self._directory = arguments["checkpoint_dir"]
 
     def run(self) -> Any:
         if not (is_open(self._directory) or may_be_ours(self._directory)):
@@ -54,7 +54,8 @@ class _LoadCall:
             return self._start_restated(restated) if restated else self._start()
 
     def _start(self) -> Any:
-        return self._original(*self._call.args, **self._call.kwargs)
+        args, kwargs = self._parameters.as_call(self._arguments)
+        return self._original(*args, **kwargs)
 
     def _start_restated(self, restated: Any) -> Any:
         if restated is not None:
@@ -125,12 +126,13 @@ def _is_parallel(strategy: Any) -> bool:
 
 def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `validate_integrity_and_strict_load`, which receives the gathered metadata and may raise."""
+    parameters = Parameters(original)
 
     def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         agreement = state.current().agreement
         if agreement is not None:
-            gathered = inspect.signature(original).bind(sharded_state_dict, *args, **kwargs).arguments
-            agreement.begin(gathered.get("global_metadata"))
+            call = parameters.of_call((sharded_state_dict, *args), kwargs)
+            agreement.begin(call.get("global_metadata"))
         try:
             return original(sharded_state_dict, *args, **kwargs)
         except Exception as error:

@@ -191,14 +191,14 @@ def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _strategy() -> TrainingSaveStrategy:
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-    from megatron_datastates.mcore.training import near, retention
+    from megatron_datastates.mcore.training import retention, tracker_writing
     from megatron_datastates.mcore.training.origin import origin
 
     return TrainingSaveStrategy(
         _options,
         is_training,
         retention.note,
-        far_published=near.far_published,
+        far_published=tracker_writing.far_published,
         origin=lambda: origin(in_loop=is_training()),
     )
 
@@ -241,7 +241,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
-        from megatron_datastates.mcore.training import device_cache, fsdp, near, retention
+        from megatron_datastates.mcore.training import device_cache, fsdp, retention, tracker_writing
 
         call = parameters.of_call((iteration, *args), kwargs)
         assert _options is not None, "_saves_are_ours has called enable_saving"
@@ -251,7 +251,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         held, calls = trainer_held("save_checkpoint"), SAVES.calls
         with (
             held,
-            near.saving(_options, is_release=bool(call.get("release"))),
+            tracker_writing.saving(_options, is_release=bool(call.get("release"))),
             retention.saving(iteration),  # which asks whether saves are near
             dataloader.saving(is_ours=is_ours),
             device_cache.saving(is_ours=is_ours),

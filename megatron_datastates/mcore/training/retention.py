@@ -29,8 +29,8 @@ from typing import Any
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.training import near
-from megatron_datastates.mcore.training.tracker import mend
+from megatron_datastates.mcore.training import tracker_writing
+from megatron_datastates.mcore.training.tracker_recovery import mend
 from megatron_datastates.pipeline.near.places import remove_folder
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.runs import (
@@ -86,7 +86,7 @@ def saving(iteration: int) -> Iterator[None]:
     there = os.path.join(args.save, name)  # noqa: PTH118
     # Only rank 0 deletes. Path.exists would raise some errors, on it alone. With a near tier, the drain
     # deletes and writes the tracker (so it does for an object store), and --save may hang.
-    if args.rank == 0 and not near.is_on():
+    if args.rank == 0 and not tracker_writing.saves_are_near():
         if finalize is not None and os.path.exists(there):  # noqa: PTH110
             finalize(blocking=True)  # deletions by retention with --async-save
         if getattr(args, "save_retain_interval", None) is not None and not is_object(args.save):
@@ -187,8 +187,8 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
         # Noted before the checks: a later save waits, an earlier one is seen.
         _deletions[directory] = threading.current_thread()
         try:
-            if near.is_on():
-                return  # the drain deletes, once a newer checkpoint is published there (near.py)
+            if tracker_writing.saves_are_near():
+                return  # the drain deletes, once a newer checkpoint is published there (tracker_writing.py)
             tracked = _tracked_soon(root / TRACKER_NAME)
             if tracked == iteration_to_delete:
                 logger.warning("%s is not deleted: it is the latest checkpoint there", directory)

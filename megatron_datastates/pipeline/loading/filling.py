@@ -273,14 +273,14 @@ def copy_converted(key: str, stored: torch.Tensor, target: torch.Tensor) -> None
         if stored.dtype != target.dtype and dtype_name(target.dtype) == _ONLY_POWERS:
             raise NotImplementedError
         if is_plain(target) and _must_be_exact(stored.dtype, target.dtype):
-            found = stored.to(target.dtype)
-            value = _first_lost(stored.reshape(-1), found.reshape(-1))
+            converted = stored.to(target.dtype)
+            value = _first_lost(stored.reshape(-1), converted.reshape(-1))
             if value is not None:
                 raise MismatchError(
                     f"tensor {key!r} was saved as {stored.dtype}, and has values that {target.dtype} does "
                     f"not have, such as {value}: load it as it was saved"
                 )
-            stored = found
+            stored = converted
         with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
             target.copy_(stored)
     except NotImplementedError as error:  # torch's dtypes of less than a byte

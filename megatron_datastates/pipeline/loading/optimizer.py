@@ -104,7 +104,7 @@ class StateTensor:
             FormatError: the slice has elements without state, and not `has_holes`.
         """
         offset, shape = checked_slice(self.key, self.global_shape, offset, shape)
-        found = []
+        boxes = []
         for piece in self.pieces:
             shard = piece.shard
             common = intersect(shard.offset, shard.shape, offset, shape)
@@ -114,14 +114,14 @@ class StateTensor:
             within = sum((a - o) * s for a, o, s in zip(at, shard.offset, shard.strides, strict=True))
             target = tuple(a - o for a, o in zip(at, offset, strict=True))
             begin = piece.begin + shard.start + within
-            found.append(BucketBox(piece.key, begin, lengths, shard.strides, target))
-        stored, whole = sum(math.prod(box.shape) for box in found), math.prod(shape)
+            boxes.append(BucketBox(piece.key, begin, lengths, shard.strides, target))
+        stored, whole = sum(math.prod(box.shape) for box in boxes), math.prod(shape)
         if stored < whole and not has_holes:
             raise FormatError(
                 f"{self.key!r} has holes: {stored} of {whole} elements are stored; the rest has no optimizer "
                 "state, because it was frozen or a map is missing"
             )
-        return found
+        return boxes
 
     @functools.cached_property
     def stored_elements(self) -> int:

@@ -227,8 +227,8 @@ def matched(own: Options, stored: StoredOptions, identifiers: Sequence[str]) -> 
         MismatchError: no stored group matches, or several do that differ.
     """
     for names in (identifiers, [name for name in identifiers if name != _EXPERT]):
-        found = [group for group in stored.groups if _identity(group, names) == _identity(own, names)]
-        if found:
+        groups = [group for group in stored.groups if _identity(group, names) == _identity(own, names)]
+        if groups:
             break
     else:
         stored_ones = [_identity(group, identifiers) for group in stored.groups]
@@ -237,7 +237,7 @@ def matched(own: Options, stored: StoredOptions, identifiers: Sequence[str]) -> 
             f"has; it has {stored_ones}"
         )
     result: dict[str, Any] = {}
-    for group in found:
+    for group in groups:
         for name, value in group.items():
             if name != _EXPERT and not equal(result.setdefault(name, value), value):
                 raise MismatchError(

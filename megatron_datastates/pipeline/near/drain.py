@@ -374,13 +374,13 @@ class Drain:
 
     def _is_complete(self, save: NearSave) -> bool:
         try:
-            before = set(save.found)
-            missing = missing_data_files(save.far, save.small_files.manifest, save.found)
+            before = set(save.arrived)
+            missing = missing_data_files(save.far, save.small_files.manifest, save.arrived)
             if not missing and before and not is_object(save.far):  # they may have been taken away since
-                save.found -= before
-                missing = missing_data_files(save.far, save.small_files.manifest, save.found)
+                save.arrived -= before
+                missing = missing_data_files(save.far, save.small_files.manifest, save.arrived)
             is_seen = self._closing and bool(missing)
-            there = arrived_bytes(save.far, save.save_id, save.found) if is_seen else 0
+            there = arrived_bytes(save.far, save.save_id, save.arrived) if is_seen else 0
         except Exception as error:
             self._note_failure(save, error)
             return False

@@ -51,7 +51,7 @@ class EarlierJobs:
             spare: returns how many of that many published checkpoints need not stay.
             look: returns whether a save of this job is far.
         """
-        published, others = self._found(near, self._earlier.difference(kept))
+        published, others = self._left_folders(near, self._earlier.difference(kept))
         if not published and not others:
             return []
         if not self.is_far and look():
@@ -63,7 +63,7 @@ class EarlierJobs:
             *(self._not_needed(published, near, far)[:count] if count else []),
         ]
 
-    def _found(self, run: Path, earlier: Collection[int]) -> tuple[dict[int, _Folder], list[_Folder]]:
+    def _left_folders(self, run: Path, earlier: Collection[int]) -> tuple[dict[int, _Folder], list[_Folder]]:
         """Returns published folders by iteration, and others.
 
         Folders with a file of any other job are not among them: it may still be running.

@@ -87,7 +87,7 @@ class Node:
 def resumable(run: Path) -> int | None:
     """Returns the iteration that a load resumes from: the tracked one, or the newest complete one.
 
-    The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
+    The latter, if the tracker is damaged (mcore/training/tracker_recovery.py) or names what is not there.
 
     Raises:
         StorageError: the run's directory, or a checkpoint in it, is there and cannot be read.
@@ -139,7 +139,7 @@ def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
     """
     if is_object(run):
         return ()
-    found: list[Point | None] = []
+    points: list[Point | None] = []
     try:
         since = (run / TRACKER_NAME).stat().st_mtime_ns
     except FileNotFoundError:
@@ -151,8 +151,8 @@ def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
         number = iteration_in_name(name)
         with contextlib.suppress(OSError):  # it has no manifest, or is a link to what is away
             if (number or 0) > tracked and (run / name / MANIFEST_NAME).stat().st_mtime_ns < since:
-                found.append(point_in(run / name, number or 0))
-    return tuple(filter(None, found))
+                points.append(point_in(run / name, number or 0))
+    return tuple(filter(None, points))
 
 
 def named_jobs(folder: Path) -> tuple[Job, ...]:
@@ -228,14 +228,14 @@ def _found_in(folder: Path) -> list[Held]:
     manifest = manifest_in(folder)
     present = frozenset(filter(is_data_file_name, os.listdir(folder)))
     ids = {save_id for name in present if (save_id := save_id_in_name(name))}
-    found = []
+    held = []
     if manifest is not None:
-        found.append(_held_by(folder, manifest, iteration, present))
+        held.append(_held_by(folder, manifest, iteration, present))
         ids.discard(manifest.save_id)
     elif is_published(folder):
         logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)
     # Each may have files of earlier ones, too: a manifest says which.
-    return found + [Held(folder.name, save_id, None, present) for save_id in ids]
+    return held + [Held(folder.name, save_id, None, present) for save_id in ids]
 
 
 def _held_by(folder: Path, manifest: Manifest, iteration: int, present: frozenset[str]) -> Held:

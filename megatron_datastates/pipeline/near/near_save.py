@@ -38,7 +38,7 @@ class NearSave:
     failed_at: float = 0.0  # the last attempt to publish it; by time.monotonic
     overtaken_by: str = ""  # name of a newer save that was published before it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes of them that have arrived
-    found: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
+    arrived: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
     published_far: Published = dataclasses.field(init=False)
     copied_bytes: int = 0
     copied_seconds: float = 0.0

@@ -145,16 +145,16 @@ def _kernel() -> str:
 
 def warn_if_shared(root: Path) -> None:
     """Warns if others own a near tier, or any user may write to it. Raises OSError."""
-    found = root.stat()
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH:
+    status = root.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
         logger.warning(
             "the near tier %s may not be this user's alone: expected a directory of user %s to which not all "
             "users may write, found %s of user %s: a checkpoint that somebody puts there is resumed from; "
             "remove it, or name another one",
             root,
             os.getuid(),
-            stat.filemode(found.st_mode),
-            found.st_uid,
+            stat.filemode(status.st_mode),
+            status.st_uid,
         )
 
 
@@ -257,15 +257,15 @@ class Holding:
 
 def near_iterations(run: Path) -> dict[int, Holding]:
     """Returns what a run's folder in a near tier holds, by iteration."""
-    found, folders = {}, list[Path]()
+    holdings, folders = {}, list[Path]()
     with contextlib.suppress(OSError):
         folders = list(run.iterdir())
     for folder in folders:
         number = iteration_in_name(folder.name)
         with contextlib.suppress(OSError):  # a drain removes it meanwhile
             if number is not None and is_published(folder):
-                found[number] = _holding(folder)
-    return dict(sorted(found.items()))
+                holdings[number] = _holding(folder)
+    return dict(sorted(holdings.items()))
 
 
 def _holding(folder: Path) -> Holding:

@@ -240,13 +240,13 @@ class _Recovery:
                 raise self._cannot_bring(plan.failure)
             if plan.lost:
                 return plan, _Outcome(False, _why_left(plan.lost, damaged))
-            found = self._together(functools.partial(self._copy, name, plan))
+            newly_damaged = self._together(functools.partial(self._copy, name, plan))
             taken = [(rank, file.name) for rank, files in plan.copies.items() for file in files]
-            good = [(rank, file) for rank, file in taken if (rank, file) not in found]
+            good = [(rank, file) for rank, file in taken if (rank, file) not in newly_damaged]
             copied += len(good)
             from_copies += sum(file in holders[rank].copies for rank, file in good)
-            damaged |= found
-            if not found:
+            damaged |= newly_damaged
+            if not newly_damaged:
                 break
         tiers = f"{len(holders)} near tier{'s' * (len(holders) != 1)}"
         text = f"was copied there from {tiers}: {copied} files were missing"

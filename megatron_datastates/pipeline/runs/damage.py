@@ -100,18 +100,18 @@ def describe_in_file(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) ->
 def keys_in_blocks(checkpoint: OpenFiles, file: int, blocks: Sequence[int]) -> list[str]:
     """Returns the names of tensors, objects and streams with bytes in these blocks of a data file."""
     bad, footer = np.array(sorted(blocks), np.int64), checkpoint.footer(file)
-    found = []
+    keys = []
     for key, entry in readable_tensors(checkpoint.index):
         mine = entry.files == file
         starts, sizes = stored_extents(
             entry.file_offsets[mine], entry.file_bytes[mine], entry.encoded, footer
         )
         if touches(starts, starts + sizes, bad):
-            found.append(key)
+            keys.append(key)
     for one in footer.entries:
         if one.name and touches(one.offset, one.offset + one.stored_bytes, bad):
-            found.append(one.name)
-    return found
+            keys.append(one.name)
+    return keys
 
 
 def stored_extents(

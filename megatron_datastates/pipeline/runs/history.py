@@ -187,13 +187,13 @@ def has_later_save(directory: Path, save_id: SaveId) -> bool:
     Raises:
         OSError: the manifest there, or the list, cannot be read.
     """
-    found = point_in(directory, 0)
-    if found is None or found.save_id is None:
+    point = point_in(directory, 0)
+    if point is None or point.save_id is None:
         return False
     own, lists = Point(0, save_id, None), list[Sequence[Job]]()
     with contextlib.suppress(DataStatesError):
         lists.append(jobs_in(directory.parent))
-    return found.follows(own) or History(lists, [found]).comes_later(found, own)
+    return point.follows(own) or History(lists, [point]).comes_later(point, own)
 
 
 def _is_left(point: Point | None, history: History, last: Point | None) -> bool:

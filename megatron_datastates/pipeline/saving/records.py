@@ -176,13 +176,13 @@ class Records(Sequence[RankRecord]):
     def layouts(self) -> list[tuple[int, bytes]]:
         """Returns rank and layout digest of each data file, in the order of ranks and groups."""
         rows = self._rows("rank", "has_file", "layout_digest", "stable_file_bytes", "stable_layout_digest")
-        found = []
+        layouts = []
         for rank, has_file, digest, stable_bytes, stable_digest in rows:
             if has_file:
-                found.append((rank, digest))
+                layouts.append((rank, digest))
             if stable_bytes:
-                found.append((rank, stable_digest))
-        return found
+                layouts.append((rank, stable_digest))
+        return layouts
 
     def providers_digests(self) -> list[bytes]:
         """Returns the digests of the ranks' lists of state providers, each once, in the order of ranks."""

@@ -260,18 +260,18 @@ class StableFile:
 
     def status(self) -> dict[str, float]:
         """Returns times and waits as FileSave.status, counted from the start, and bytes if it is written."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         for job, begun_at in ((self._digesting, 0.0), (self._writing, self._begun_at)):
             for name, value in (job.status() if job is not None else {}).items():
                 if name.endswith("_at") and isinstance(value, float) and value >= 0:
-                    found[name] = value + begun_at
+                    times[name] = value + begun_at
                 elif name.startswith("waited_for_") and isinstance(value, float):
-                    found[name] = found.get(name, 0.0) + value
+                    times[name] = times.get(name, 0.0) + value
                 elif name in ("bytes_staged", "bytes_written") and job is self._writing:
-                    found[name] = value
+                    times[name] = value
         if self._is_linked:
-            found.pop("written_at", None)  # nothing was written
-        return found
+            times.pop("written_at", None)  # nothing was written
+        return times
 
 
 def stable_record(file: SharedFile, layout_digest: bytes, layout_bytes: int) -> StableRecord:

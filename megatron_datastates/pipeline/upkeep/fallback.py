@@ -49,22 +49,22 @@ def find_older_checkpoint(
     Collective: all ranks call it, and all find the same, among what rank 0 sees.
     """
     older = _older(damaged, root, most) if collectives.rank == 0 else []
-    found = FallbackSearch()
+    search = FallbackSearch()
     for turn in range(most):
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:
             break
         faults, unchecked = _verified(root / iteration_name(iteration), collectives, options)
         if not faults:
-            found.iteration, found.has_checksums = iteration, not unchecked
+            search.iteration, search.has_checksums = iteration, not unchecked
             point = known_point(root / iteration_name(iteration), iteration)
-            found.is_without_optimizer = point is not None and point.is_without_optimizer
+            search.is_without_optimizer = point is not None and point.is_without_optimizer
             break
-        found.damaged.append(iteration)
-    other = _other_format(damaged, root, found.iteration or 0) if collectives.rank == 0 else _NONE
+        search.damaged.append(iteration)
+    other = _other_format(damaged, root, search.iteration or 0) if collectives.rank == 0 else _NONE
     other = collectives.share_from_first(other)
-    found.other = None if other == _NONE else other
-    return found
+    search.other = None if other == _NONE else other
+    return search
 
 
 def _other_format(damaged: Path, root: Path, after: int) -> int:

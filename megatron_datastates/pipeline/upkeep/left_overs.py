@@ -71,14 +71,14 @@ def clock_ahead(directory: Path) -> float:
 def unnamed_files(path: Path) -> list[UnnamedFile]:
     """Returns the files in our format that a directory's manifest does not name; all if it has none."""
     named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
-    found = {name: one for name, one in _own_files(path).items() if name not in named}
-    last_change = _last_parts(path) if found else {}
-    for name, (_, at) in found.items():
+    unnamed = {name: one for name, one in _own_files(path).items() if name not in named}
+    last_change = _last_parts(path) if unnamed else {}
+    for name, (_, at) in unnamed.items():
         last_change[_run_of(name)] = max(last_change.get(_run_of(name), 0.0), at)
     now = time.time()
     return [
         UnnamedFile(path / name, size, now - last_change[_run_of(name)])
-        for name, (size, _) in sorted(found.items())
+        for name, (size, _) in sorted(unnamed.items())
     ]
 
 
@@ -107,14 +107,14 @@ def _own_files(path: Path) -> dict[str, tuple[int, float]]:
     if is_object(path):
         listed = stores.objects_below(path)
         return {one.name: (one.bytes, one.changed_at) for one in listed if is_own_file_name(one.name)}
-    found = {}
+    files = {}
     with os.scandir(path) as entries:
         for entry in entries:
             if is_own_file_name(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    found[entry.name] = status.st_size, changed_at(status)
-    return found
+                    files[entry.name] = status.st_size, changed_at(status)
+    return files
 
 
 def unfinished_uploads(run: Path) -> tuple[list[UnnamedFile], str]:

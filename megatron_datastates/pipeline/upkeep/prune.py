@@ -55,7 +55,7 @@ def prune(
     others: OtherFormats = NO_OTHERS,
     *,
     progress: Callable[[Iteration], None] = lambda removed: None,
-    stays: Callable[[Iteration, str], None] = lambda one, why: None,
+    stays: Callable[[Iteration, str], None] = lambda iteration, why: None,
     fails: Callable[[Iteration, StorageError], None] | None = None,
     faults: str = "",
 ) -> list[Iteration]:
@@ -72,45 +72,45 @@ def prune(
     plan = plan_prune(root, rules, others)
     if plan.removed:
         rules = rules.by_clock_of(plan.removed[0].path.parent)
-    for one in plan.removed:
-        index_name = others[one.format].index_name if one.format in others else MANIFEST_NAME
+    for iteration in plan.removed:
+        index_name = others[iteration.format].index_name if iteration.format in others else MANIFEST_NAME
         try:
-            if is_object(one.path):
-                why = ObjectRemoval(one, points).run(rules.min_age_seconds)
+            if is_object(iteration.path):
+                why = ObjectRemoval(iteration, points).run(rules.min_age_seconds)
             else:
-                removal = _Removal(one.path, index_name, points)
-                again = plan_prune(root, rules, others, (one, plan))
-                if one in again.removed:
+                removal = _Removal(iteration.path, index_name, points)
+                again = plan_prune(root, rules, others, (iteration, plan))
+                if iteration in again.removed:
                     why = removal.run()
-                elif (why := _why_kept(one, again)) is None:
+                elif (why := _why_kept(iteration, again)) is None:
                     continue
         except DataStatesError as error:  # of the second decision
             if fails is None:
                 raise
-            fails(one, StorageError(f"{one.path} was not removed: {error}"))
+            fails(iteration, StorageError(f"{iteration.path} was not removed: {error}"))
             continue
         except OSError as error:
-            if is_gone(one.path):
+            if is_gone(iteration.path):
                 continue  # another call, or the training, has removed it meanwhile
-            why_not, state = describe_error(error), _state(one.path / index_name)
-            failure = StorageError(f"{one.path} was not removed: {why_not}. {state}")
+            why_not, state = describe_error(error), _state(iteration.path / index_name)
+            failure = StorageError(f"{iteration.path} was not removed: {why_not}. {state}")
             if fails is None:
                 raise failure from error
-            fails(one, failure)
+            fails(iteration, failure)
             continue
         if why is not None:
-            stays(one, why)
+            stays(iteration, why)
             continue
-        gone.append(one)
-        progress(one)
+        gone.append(iteration)
+        progress(iteration)
     return gone
 
 
-def _why_kept(one: Iteration, again: PrunePlan) -> str | None:
+def _why_kept(iteration: Iteration, again: PrunePlan) -> str | None:
     """Returns why a second decision does not remove one; None if somebody else has removed it."""
     reasons = {seen.path: why for seen, why in again.kept}
     changed = {seen.path: "it has changed since the plan was made" for seen in again.removed}
-    return (reasons | changed).get(one.path)
+    return (reasons | changed).get(iteration.path)
 
 
 def _state(index: Path) -> str:

@@ -36,20 +36,20 @@ from megatron_datastates.pipeline.upkeep.left_overs import (
 class ObjectRemoval:
     """Removes one checkpoint. Step 1 of the protocol is making this, but for the second decision."""
 
-    def __init__(self, one: Iteration, faults: Faults | None = None) -> None:
-        self._one, self._path, self._faults = one, one.path, faults or Faults("")
-        self._names = {found.name for found in stores.all_below(one.path)}
-        self._content = content_of(one.path / MANIFEST_NAME)
+    def __init__(self, iteration: Iteration, faults: Faults | None = None) -> None:
+        self._iteration, self._path, self._faults = iteration, iteration.path, faults or Faults("")
+        self._names = {found.name for found in stores.all_below(iteration.path)}
+        self._content = content_of(iteration.path / MANIFEST_NAME)
         self._names |= names_in_manifest(self._content)
-        self._names |= names_in_manifest(content_of(one.path / REMOVAL_NAME))
+        self._names |= names_in_manifest(content_of(iteration.path / REMOVAL_NAME))
         self._names.add(METADATA_NAME)
         self._names -= {MANIFEST_NAME, REMOVAL_NAME}
 
     def run(self, min_age_seconds: float) -> str | None:
         """Does the rest; returns why the checkpoint, or what is left of it, stays."""
-        if require_tracked(self._path.parent / TRACKER_NAME) == self._one.number:
+        if require_tracked(self._path.parent / TRACKER_NAME) == self._iteration.number:
             return "the tracker names it"
-        if (format := format_answered(self._path)) != self._one.format:
+        if (format := format_answered(self._path)) != self._iteration.format:
             return f"its format is {format} now"
         uploads, _ = unfinished_uploads(self._path.parent)
         own = [upload for upload in uploads if upload.path.parent == self._path]

@@ -196,9 +196,9 @@ def _sealed_files(path: Path, names: Sequence[str]) -> dict[str, Footer]:
             f"which belong together. {_advice(path, names)}",
         )
     footers = {name: _footer(path, name) for name in names}
-    found = sorted(footers.items(), key=lambda item: (item[1].rank, item[1].group))
-    first = found[0][1]
-    for name, footer in found:
+    in_order = sorted(footers.items(), key=lambda item: (item[1].rank, item[1].group))
+    first = in_order[0][1]
+    for name, footer in in_order:
         own = first.save_id.data_file_name(footer.rank, footer.group)
         if name != own or footer.rank >= first.world_size:
             _refuse(path, f"{name} was written as rank {footer.rank} of save {footer.save_id}")
@@ -208,7 +208,7 @@ def _sealed_files(path: Path, names: Sequence[str]) -> dict[str, Footer]:
             )
         if not footer.block_checksums:
             _refuse(path, f"{name} was saved without checksums: nothing proves that its data are undamaged")
-    return dict(found)
+    return dict(in_order)
 
 
 def _advice(path: Path, names: Sequence[str]) -> str:

@@ -114,132 +114,135 @@ def plan_prune(
         NotACheckpointError: there is no iteration.
     """
     path = path_of(root)
+    listing = _list(path, others)
+    wanted = [one for one in listing.iterations if again is None or one.path == again[0].path]
+    complaints = {one.path: _complaint(one, others) for one in wanted}
+    known = [] if again is None else again[1].undamaged
+    undamaged = {
+        one.number: one.path
+        for one in listing.iterations
+        if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
+    }
+    latest = by_branch(path, undamaged, rules.keep_last or 1)
+    basis = _Basis(rules, others, listing, complaints, sorted(undamaged), latest)
+    plan = PrunePlan([], [], _old_enough(listing.uploads, rules), listing.note, basis.undamaged)
+    for iteration in wanted:
+        with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
+            unnamed = _unnamed(iteration, basis)
+            why = _reason(iteration, basis) or _save_under_way(iteration, unnamed, basis)
+            if why is None:
+                plan.removed.append(iteration)
+                continue
+            plan.kept.append((iteration, why))
+            if iteration.format == BACKEND and iteration.complete and complaints[iteration.path] is None:
+                plan.left_overs.extend(_old_enough(unnamed, rules))
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listing:
+    """What is directly in a run's directory."""
+
+    iterations: list[Iteration]
+    tracked: int | None  # the iteration that the tracker names
+    links: dict[str, str]  # their names, by what they point to
+    uploads: list[UnnamedFile]  # to an object store, that have not ended
+    note: str  # what could not be looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Basis:
+    """What the decisions about all directories of a run depend on."""
+
+    rules: RetentionRules
+    others: OtherFormats
+    listing: _Listing
+    complaints: dict[Path, str | None]  # why the rules do not apply to a directory
+    undamaged: list[int]  # iterations, ascending
+    latest: list[int]  # of them, the newest ones, newest first; those of branches that were left come last
+
+
+def _list(path: Path, others: OtherFormats) -> _Listing:
     try:
-        found = (
-            find_answered(path) if is_object(path) else [_seen(one, others) for one in find_iterations(path)]
-        )
-        linked = _link_targets(path)
-        uploads, note = unfinished_uploads(path) if is_object(path) else ([], "")
+        if is_object(path):
+            iterations, links, (uploads, note) = find_answered(path), {}, unfinished_uploads(path)
+        else:
+            iterations = [_seen(one, others) for one in find_iterations(path)]
+            links, uploads, note = _links(path), [], ""
     except OSError as error:
         where = str(error.filename or path)
         verb = "listed" if where == str(path) else "read"
         raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
-    if not found and not uploads:
+    if not iterations and not uploads:
         raise NotACheckpointError(why_no_run(path, or_else=""))
-    tracked = require_tracked(path / TRACKER_NAME)
-    wanted = found if again is None else [one for one in found if one.path == again[0].path]
-    complaints = {one.path: _complaint(one, others) for one in wanted}
-    known = again[1].undamaged if again is not None else []
-    undamaged_at = {
-        one.number: one.path
-        for one in found
-        if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
-    }
-    undamaged, latest = sorted(undamaged_at), by_branch(path, undamaged_at, rules.keep_last or 1)
-    old_uploads = [upload for upload in uploads if upload.age_seconds >= rules.min_age_seconds]
-    plan = PrunePlan([], [], old_uploads, note, undamaged)
-    for one in wanted:
-        with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
-            why = (
-                complaints[one.path]
-                or _reason(one, undamaged, latest, tracked, rules, others)
-                or _link_to(one, linked)
-            )
-            unnamed = _unnamed(one, why or "", others)
-            own_uploads = [upload for upload in uploads if upload.path.parent == one.path]
-            why = why or under_way([*unnamed, *own_uploads], rules.min_age_seconds) or _just_made(one, rules)
-            if why is None:
-                plan.removed.append(one)
-                continue
-            plan.kept.append((one, why))
-            if one.format == BACKEND and one.complete and complaints[one.path] is None:
-                plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
-    return plan
+    return _Listing(iterations, require_tracked(path / TRACKER_NAME), links, uploads, note)
 
 
-def _seen(one: Iteration, others: OtherFormats) -> Iteration:
+def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
+    return [file for file in files if file.age_seconds >= rules.min_age_seconds]
+
+
+def _seen(iteration: Iteration, others: OtherFormats) -> Iteration:
     """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
-    if one.format not in others or not one.complete:
-        return one
-    index = one.path / others[one.format].index_name
-    is_removed = (one.path / REMOVAL_NAME).exists() and not index.exists()
-    return dataclasses.replace(one, complete=not is_removed)
+    if iteration.format not in others or not iteration.complete:
+        return iteration
+    index = iteration.path / others[iteration.format].index_name
+    is_removed = (iteration.path / REMOVAL_NAME).exists() and not index.exists()
+    return dataclasses.replace(iteration, complete=not is_removed)
 
 
-def _unnamed(one: Iteration, why: str, others: OtherFormats) -> list[UnnamedFile]:
-    """Returns the files that may be those of a save that is under way.
-
-    Args:
-        why: why the directory is kept; of one that cannot be read, nothing is looked at.
-    """
-    if one.path.is_symlink() or why.startswith(_UNREADABLE):
+def _unnamed(iteration: Iteration, basis: _Basis) -> list[UnnamedFile]:
+    """Returns the files that may be those of a save that is under way."""
+    if iteration.path.is_symlink() or (basis.complaints[iteration.path] or "").startswith(_UNREADABLE):
         return []
-    if one.format == BACKEND:
-        return unnamed_files(one.path)
-    if one.format not in others:
+    if iteration.format == BACKEND:
+        return unnamed_files(iteration.path)
+    if iteration.format not in basis.others:
         return []
-    return unnamed_files(one.path) + _newer_than_index(one, others[one.format])
+    return unnamed_files(iteration.path) + _newer_than_index(iteration, basis.others[iteration.format])
 
 
-def _newer_than_index(one: Iteration, format: OtherFormat) -> list[UnnamedFile]:
+def _newer_than_index(iteration: Iteration, format: OtherFormat) -> list[UnnamedFile]:
     """Returns the data files that were written after the index; where that is missing, all files."""
     status = {}
-    with os.scandir(one.path) as entries:
+    with os.scandir(iteration.path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 status[entry.name] = entry.stat(follow_symlinks=False)
     status.pop(REMOVAL_NAME, None)
-    published, now = status.get(format.index_name) if one.complete else None, time.time()
+    published, now = status.get(format.index_name) if iteration.complete else None, time.time()
     return [
-        UnnamedFile(one.path / name, each.st_size, now - each.st_mtime)
+        UnnamedFile(iteration.path / name, each.st_size, now - each.st_mtime)
         for name, each in sorted(status.items())
         if published is None or (name.endswith(format.data_suffix) and each.st_mtime > published.st_mtime)
     ]
 
 
-def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
-    """Returns why an empty directory is kept: Megatron makes it a moment before the first file of a save."""
-    if is_object(one.path):
-        return None  # no object, no directory
-    age = time.time() - one.path.stat().st_mtime
-    if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
-        return None
-    return f"a save into it may be under way: it is empty, and was last changed {age_text(age)} ago"
-
-
-def _link_targets(root: Path) -> dict[str, str]:
+def _links(root: Path) -> dict[str, str]:
     """Returns, for all links directly under `root`, their names by what they point to."""
-    if is_object(root):
-        return {}
     with os.scandir(root) as entries:
         return {os.path.realpath(entry.path): entry.name for entry in entries if entry.is_symlink()}
 
 
-def _link_to(one: Iteration, linked: dict[str, str]) -> str | None:
-    """Returns why a directory is kept if a link points to it, or to something in it."""
-    own = os.path.realpath(one.path) if linked else ""
-    names = [name for target, name in linked.items() if Path(target).is_relative_to(own)]
-    return f"the link {names[0]} points to it" if names else None
-
-
-def _complaint(one: Iteration, others: OtherFormats) -> str | None:
+def _complaint(iteration: Iteration, others: OtherFormats) -> str | None:
     """Returns why the rules do not apply to this directory, or None."""
-    if one.path.is_symlink():
+    if iteration.path.is_symlink():
         return "a link"
-    if one.path.name != iteration_name(one.number):
+    if iteration.path.name != iteration_name(iteration.number):
         return "not named as Megatron names iterations"
     try:
-        is_empty = not any(one.path.iterdir())
-        if not is_object(one.path):
-            os.lstat(f"{one.path}/.")  # fails where names can be listed, and nothing can be opened
+        is_empty = not any(iteration.path.iterdir())
+        if not is_object(iteration.path):
+            os.lstat(f"{iteration.path}/.")  # fails where names can be listed, and nothing can be opened
     except OSError as error:
         return f"{_UNREADABLE}{error.strerror}"
-    if one.format != BACKEND and one.format not in others and not is_empty:  # empty: what a kill has left
-        return f"its format is {one.format}"
-    if not one.complete:
+    if iteration.format not in (BACKEND, *others) and not is_empty:  # empty: what a kill has left
+        return f"its format is {iteration.format}"
+    if not iteration.complete:
         return None
     try:
-        return (_damage if one.format == BACKEND else others[one.format].find_fault)(one.path)
+        find_fault = _damage if iteration.format == BACKEND else others[iteration.format].find_fault
+        return find_fault(iteration.path)
     except (DataStatesError, OSError) as error:
         return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
 
@@ -259,46 +262,63 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _reason(
-    one: Iteration,
-    undamaged: list[int],
-    latest: list[int],
-    tracked: int | None,
-    rules: RetentionRules,
-    others: OtherFormats,
-) -> str | None:
-    """Returns why this is kept, or None.
-
-    Args:
-        undamaged: iterations, ascending.
-        latest: of them, the newest ones, newest first; those of branches that were left come last.
-    """
-    if one.number == tracked:
+def _reason(iteration: Iteration, basis: _Basis) -> str | None:
+    """Returns why this is kept whatever files are in it, or None."""
+    if (complaint := basis.complaints[iteration.path]) is not None:
+        return complaint
+    if iteration.number == basis.listing.tracked:
         return "the tracker names it"
-    if not one.complete:
-        if one.format in others and (one.path / others[one.format].index_name).exists():
-            return _without_metadata(one, others[one.format])
-        is_left_over = undamaged and tracked is not None and one.number < min(undamaged[-1], tracked)
-        if not is_left_over:
-            return (
-                f"{_UNDER_WAY}{_REPAIRABLE if one.format == BACKEND and _may_be_whole(one.path) else _DEAD}"
-            )
-        if one.format in others:
-            return None
-        return "its manifest is lost: see datastates repair" if _may_be_whole(one.path) else None
-    if latest[:1] == [one.number]:
+    why = (_reason_of_complete if iteration.complete else _reason_of_incomplete)(iteration, basis)
+    return why or _link_to(iteration, basis.listing.links)
+
+
+def _reason_of_complete(iteration: Iteration, basis: _Basis) -> str | None:
+    """Returns which rule keeps a complete checkpoint, or None."""
+    keep_last, keep_every = basis.rules.keep_last, basis.rules.keep_every
+    if basis.latest[:1] == [iteration.number]:
         return "the newest complete one"
-    if rules.keep_last is not None and one.number in latest:
-        return f"one of the last {rules.keep_last}"
-    if rules.keep_every is not None and one.number % rules.keep_every == 0:
-        return f"a multiple of {rules.keep_every}"
+    if keep_last is not None and iteration.number in basis.latest:
+        return f"one of the last {keep_last}"
+    if keep_every is not None and iteration.number % keep_every == 0:
+        return f"a multiple of {keep_every}"
     return None
 
 
-def _without_metadata(one: Iteration, format: OtherFormat) -> str:
+def _reason_of_incomplete(iteration: Iteration, basis: _Basis) -> str | None:
+    """Returns why an incomplete checkpoint is kept; None if a crash left it, and nothing can repair it."""
+    other, tracked = basis.others.get(iteration.format), basis.listing.tracked
+    if other is not None and (iteration.path / other.index_name).exists():
+        return _without_metadata(iteration, other)
+    may_be_repaired = other is None and _may_be_whole(iteration.path)
+    if not basis.undamaged or tracked is None or iteration.number >= min(basis.undamaged[-1], tracked):
+        return f"{_UNDER_WAY}{_REPAIRABLE if may_be_repaired else _DEAD}"
+    return "its manifest is lost: see datastates repair" if may_be_repaired else None
+
+
+def _link_to(iteration: Iteration, links: dict[str, str]) -> str | None:
+    """Returns why a directory is kept if a link points to it, or to something in it."""
+    own = os.path.realpath(iteration.path) if links else ""
+    names = [name for target, name in links.items() if Path(target).is_relative_to(own)]
+    return f"the link {names[0]} points to it" if names else None
+
+
+def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Basis) -> str | None:
+    """Returns why a save may be writing to this directory, or None."""
+    own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
+    if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
+        return why
+    if is_object(iteration.path):
+        return None  # no object, no directory
+    age = time.time() - iteration.path.stat().st_mtime
+    if iteration.complete or age >= basis.rules.min_age_seconds or any(iteration.path.iterdir()):
+        return None  # Megatron makes a directory a moment before the first file of a save
+    return f"a save into it may be under way: it is empty, and was last changed {age_text(age)} ago"
+
+
+def _without_metadata(iteration: Iteration, format: OtherFormat) -> str:
     """Returns why a directory with an index, and without metadata.json, is kept."""
     with contextlib.suppress(DataStatesError, OSError):
-        if format.find_fault(one.path) is None:
+        if format.find_fault(iteration.path) is None:
             return (
                 "PyTorch's DCP saved it, without metadata.json: prune leaves these alone, delete it by hand"
             )

@@ -144,33 +144,33 @@ def _check_files(checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict)
     """Returns the files whose data can be checked: those with a footer."""
     usable = []
     with ThreadPool(_FILE_THREADS) as pool:
-        for file, found in zip(files, pool.map(lambda n: _check_file(checkpoint, n), files), strict=True):
-            verdict.faults += found.faults
-            verdict.unread += found.unread
+        for file, own in zip(files, pool.map(lambda n: _check_file(checkpoint, n), files), strict=True):
+            verdict.faults += own.faults
+            verdict.unread += own.unread
             if checkpoint.has_footer(file):
                 usable.append(file)
     return usable
 
 
 def _check_file(checkpoint: Checkpoint, file: int) -> Verdict:
-    manifest, path, found = checkpoint.manifest, checkpoint.file_path(file), Verdict()
+    manifest, path, verdict = checkpoint.manifest, checkpoint.file_path(file), Verdict()
     entry = manifest.files[file]
     try:
         footer = checkpoint.footer(file)
     except DataStatesError as error:
-        found.add(error)
-        return found
+        verdict.add(error)
+        return verdict
     if footer.world_size != manifest.world_size and footer.save_id == manifest.save_id:
-        found.faults.append(
+        verdict.faults.append(
             f"{path} was saved by one of {footer.world_size} ranks, its manifest says {manifest.world_size}"
         )
     try:
         header = read_header(path, entry.bytes)
         if (header.save_id, header.rank, header.group) != (footer.save_id, footer.rank, footer.group):
-            found.faults.append(f"{path}: header and footer are of different saves")
+            verdict.faults.append(f"{path}: header and footer are of different saves")
     except DataStatesError as error:
-        found.add(error)
-    return found
+        verdict.add(error)
+    return verdict
 
 
 def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.training import tracker
+from megatron_datastates.mcore.training import tracker_recovery
 from megatron_datastates.pipeline.publishing.presence import files_in_manifest as files_of
 from tests.faults.campaign import oracle
 from tests.faults.campaign.job import Notes, Trainer, files_in, leave, place
@@ -156,7 +156,7 @@ class _Session:
             self._note("no space for the tracker", number, 0)
         if path.exists():
             wanted = number if path.read_text() else max(self._held)
-            named = tracker.wrap_read_metadata(lambda name: int(Path(name).read_text()))(str(path))
+            named = tracker_recovery.wrap_read_metadata(lambda name: int(Path(name).read_text()))(str(path))
             self._require(named == wanted, {}, f"the tracker leads to {named} instead of {wanted}")
 
     def _require(self, fine: bool, attempt: dict[str, Any], what: str) -> None:

@@ -40,7 +40,7 @@ _PATIENCE_SECONDS = 5.0  # for --save, once
 _NOTE = "on_save_checkpoint_success"  # Megatron's function that reports a checkpoint to W&B
 # As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
 # tracker, and whether the save's directory in --save could not be made.
-_is_on = False
+_is_near = False
 _is_ours = False
 _is_out_of_reach = False
 _storage = Answers()  # that of --save
@@ -62,16 +62,16 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     """
     from megatron.training import checkpointing
 
-    global _is_on, _is_ours
+    global _is_near, _is_ours
     args = checkpointing.get_args()
-    _is_on = bool(options.near)
-    if _is_on and hasattr(checkpointing, "wandb_utils"):
+    _is_near = bool(options.near)
+    if _is_near and hasattr(checkpointing, "wandb_utils"):
         replace(checkpointing.wandb_utils, _NOTE, wrap_on_save_checkpoint_success, everywhere=False)
     # args.enable_msc is True by default before 0.18, whether the client is installed or not.
     is_plain = getattr(args, "save_retain_interval", None) is None and not msc_is_enabled()
     # Megatron hashes the files after a save was published, and a tracker may name it only then.
     is_plain = is_plain and not getattr(args, "verify_integrity", False)
-    _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
+    _is_ours = not is_release and (_is_near or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
         with _without_directory(args.save):
             yield
@@ -104,7 +104,7 @@ def _without_directory(save: str) -> Iterator[None]:
 
     make, client = checkpointing.ensure_directory_exists, getattr(serialization, "maybe_msc", None)
     can_do_without = client is not None and not versions.installed().writes_common_file
-    if client is not None and (is_object(save) or (_is_on and can_do_without)):
+    if client is not None and (is_object(save) or (_is_near and can_do_without)):
         serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
     def ensure_directory_exists(filename: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,11 +113,11 @@ def _without_directory(save: str) -> Iterator[None]:
         if not can_do_without:
             making()  # this release writes a file of its own there
             return
-        error = _error_of(functools.partial(_storage.get, making, _PATIENCE_SECONDS) if _is_on else making)
+        error = _error_of(functools.partial(_storage.get, making, _PATIENCE_SECONDS) if _is_near else making)
         if error is None:
             _is_out_of_reach = False
             return
-        if _is_on and not _is_out_of_reach:
+        if _is_near and not _is_out_of_reach:
             logger.warning(
                 "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
                 filename,
@@ -162,7 +162,7 @@ def wrap_on_save_checkpoint_success(original: Callable[..., Any]) -> Callable[..
     def on_save_checkpoint_success(
         checkpoint_path: str, tracker_filename: str, save_dir: str, iteration: int
     ) -> None:
-        if not _is_on:
+        if not _is_near:
             original(checkpoint_path, tracker_filename, save_dir, iteration)
             return
         try:
@@ -176,9 +176,9 @@ def wrap_on_save_checkpoint_success(original: Callable[..., Any]) -> Callable[..
     return on_save_checkpoint_success
 
 
-def is_on() -> bool:
+def saves_are_near() -> bool:
     """Returns whether saves of this process go to a near tier first."""
-    return _is_on
+    return _is_near
 
 
 def _unused_tracker() -> str:
