@@ -126,6 +126,27 @@ def test_a_chosen_iteration_that_is_not_there_is_named_with_those_that_are(
 
 
 @pytest.mark.parametrize(
+    ("how", "named", "missing"),
+    [
+        (["--load"], "the tracker {}", 4),
+        (["--finetune", "--ckpt-step", "9", "--load"], "--ckpt-step 9", 9),
+        (["--pretrained-checkpoint"], "the tracker {}", 4),
+    ],
+    ids=["tracker", "finetune", "pretrained"],
+)
+def test_a_checkpoint_that_is_named_and_not_there_is_an_error_with_those_that_are(
+    how: list[str], named: str, missing: int, checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    shutil.rmtree(checkpoints.at(4))
+    outcome = pretraining.fail(*COMMON, "--ckpt-format", "datastates", *how, checkpoints.root, LOOK, "9")
+    error = error_of(outcome)
+    named = named.format(checkpoints.root / "latest_checkpointed_iteration.txt")
+    expected = f"expected iter_{missing:07d} in {checkpoints.root}, found the iterations 1, 2, 3. Choose"
+    assert f"ranks 0, 1: {named} names a checkpoint that is not there: {expected}" in error
+    assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
+
+
+@pytest.mark.parametrize(
     "last", [3, 4], ids=["non-persistent one is damaged", "non-persistent one is in between"]
 )
 def test_flags_that_are_named_get_past_non_persistent_checkpoints(

@@ -216,7 +216,7 @@ def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
     try:
         if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
             return None
-        there = ", ".join(str(one.number) for one in find_iterations(run) if one.complete)
+        there = _complete_in(run)
     except (OSError, StorageError) as error:
         return StorageError(
             f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
@@ -224,8 +224,33 @@ def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
         )
     return NotACheckpointError(
         f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
-        f"{there or '(none)'}. Choose one of them, or leave --ckpt-step out to load the newest one"
+        f"{there}. Choose one of them, or leave --ckpt-step out to load the newest one"
     )
+
+
+def _complete_in(run: Path) -> str:
+    return ", ".join(str(one.number) for one in find_iterations(run) if one.complete) or "(none)"
+
+
+def _require_there(directory: Path, wanted: int | None) -> None:
+    """Checks that what the tracker or --ckpt-step names is there: Megatron would fail to list it.
+
+    Raises:
+        MegatronLoadFailedError (from a NotACheckpointError): it is not.
+    """
+    from megatron_datastates.mcore.errors import load_errors
+
+    with contextlib.suppress(OSError):  # Megatron's own attempt says why
+        if directory.exists():
+            return
+        run, there = directory.parent, _complete_in(directory.parent)
+        is_chosen = wanted is not None and directory.name == iteration_name(wanted)
+        named = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
+        with load_errors():
+            raise NotACheckpointError(
+                f"{named} names a checkpoint that is not there: expected {directory.name} in {run}, found "
+                f"the iterations {there}. Choose one with --ckpt-step, or restore what is missing."
+            )
 
 
 def _is_resume(purpose: str) -> bool:
@@ -297,6 +322,8 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
         if not is_ours(checkpoint_name):
+            if is_selected(args) and not is_object(checkpoint_name):
+                _require_there(path_of(checkpoint_name), _wanted(args))
             return original(checkpoint_name, args, *rest, **kwargs)
         if not _is_of_dcp(checkpoint_name):
             return TORCH_DIST
