@@ -62,6 +62,22 @@ def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
     assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_run_without_mixed_precision_resumes_as_from_fully_reshardable_state(
+    layout: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """From its default layout, Megatron resumes no such run: it writes to what requires gradients."""
+    endings = []
+    for name, how in {"datastates": [], "torch_dist": ["--dist-ckpt-optim-fully-reshardable"]}.items():
+        place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name, *how]
+        pretraining.run(*LAYOUTS["tp2"], *place, "--exit-interval", "2", without=["--bf16"])
+        endings.append(pretraining.run(*LAYOUTS[layout], *place, without=["--bf16"]))
+    ours, stock = endings
+    assert [rank.begun_at for rank in ours.ranks] == [2, 2]
+    assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
+    assert ours.differences(stock) == []
+
+
 @pytest.mark.skipif(
     metadata.version("megatron-core") < "0.19", reason="no hybrid model loads a GPT's checkpoint"
 )
