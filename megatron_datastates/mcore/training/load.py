@@ -233,14 +233,14 @@ def _complete_in(run: Path) -> str:
 
 
 def _require_there(directory: Path, wanted: int | None) -> None:
-    """Checks that what the tracker or --ckpt-step names is there: Megatron would fail to list it.
+    """Checks that what the tracker or --ckpt-step names is there, when Megatron has failed to list it.
 
     Raises:
         MegatronLoadFailedError (from a NotACheckpointError): it is not.
     """
     from megatron_datastates.mcore.errors import load_errors
 
-    with contextlib.suppress(OSError):  # Megatron's own attempt says why
+    with contextlib.suppress(OSError):  # Megatron's own error says why
         if directory.exists():
             return
         run, there = directory.parent, _complete_in(directory.parent)
@@ -322,9 +322,12 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
         if not is_ours(checkpoint_name):
-            if is_selected(args) and not is_object(checkpoint_name):
-                _require_there(path_of(checkpoint_name), _wanted(args))
-            return original(checkpoint_name, args, *rest, **kwargs)
+            try:
+                return original(checkpoint_name, args, *rest, **kwargs)
+            except FileNotFoundError:
+                if is_selected(args) and not is_object(checkpoint_name):
+                    _require_there(path_of(checkpoint_name), _wanted(args))
+                raise
         if not _is_of_dcp(checkpoint_name):
             return TORCH_DIST
         return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
