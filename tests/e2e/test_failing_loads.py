@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.ranks import Outcome, RankForge
-from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+from tests.support.tiny import LAYOUTS, MANIFEST, Checkpoints, Pretraining
 
 pytestmark = pytest.mark.conformance
 
@@ -189,6 +189,18 @@ def test_unseen_manifest_on_all_ranks_ends_all_with_the_same_error(
     (checkpoints.at(4) / "datastates.manifest").unlink()
     error = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how], LOOK, "3")))
     assert "ranks 0, 1: " in error and "unfinished datastates checkpoint" in error
+    assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
+
+
+@pytest.mark.parametrize("how", [["--ckpt-format", "datastates"], []], ids=["ours", "torch_dist"])
+def test_a_chosen_save_that_was_killed_is_said_to_be_unfinished(
+    how: list[str], checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    """Megatron does not know the format of its directory, which has no metadata.json yet."""
+    for name in (MANIFEST, "metadata.json"):
+        (checkpoints.at(4) / name).unlink()
+    error = error_of(pretraining.fail(*load(checkpoints, "--ckpt-step", "4", LOOK, "1", *how)))
+    assert f"ranks 0, 1: {checkpoints.at(4)} holds an unfinished datastates checkpoint: " in error
     assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
 
 

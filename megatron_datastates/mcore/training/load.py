@@ -324,8 +324,10 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
         if not is_ours(checkpoint_name):
             try:
                 return original(checkpoint_name, args, *rest, **kwargs)
-            except FileNotFoundError:
-                if is_selected(args) and not is_object(checkpoint_name):
+            except (FileNotFoundError, NotImplementedError):
+                if may_be_ours(checkpoint_name):
+                    open_checkpoint(checkpoint_name)  # raises an error that says what is wrong
+                elif is_selected(args) and not is_object(checkpoint_name):
                     _require_there(path_of(checkpoint_name), _wanted(args))
                 raise
         if not _is_of_dcp(checkpoint_name):
