@@ -31,7 +31,7 @@ from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpo
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs.run_folders import tracked_name
-from megatron_datastates.pipeline.runs.runs import find_iterations, may_be_ours
+from megatron_datastates.pipeline.runs.runs import find_iterations, has_file, may_be_ours
 
 logger = logging.getLogger(__name__)
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
@@ -155,6 +155,10 @@ def _recover_newest(purpose: str) -> None:
     """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
 
     Collective. For a load of a chosen iteration (--ckpt-step), that one, if it is not there.
+
+    Raises:
+        StorageError: `recover_newest` does; or the run was to have the arguments of a checkpoint, of which
+            Megatron has found none.
     """
     import torch.distributed as dist
     from megatron.training.checkpointing import get_args
@@ -171,7 +175,25 @@ def _recover_newest(purpose: str) -> None:
     if Collectives().start_sum([int(bool(options.near))]).result()[0]:
         from megatron_datastates.pipeline.near.recovery import recover_newest
 
-        recover_newest(path_of(args.load), options, logger.warning, wanted=_wanted(args))
+        run = path_of(args.load)
+        is_new = getattr(args, "use_checkpoint_args", False) and _has_no_tracker(run)
+        found = recover_newest(run, options, logger.warning, wanted=_wanted(args))
+        if is_new and found is not None:
+            raise StorageError(
+                f"--use-checkpoint-args: {run} had no checkpoint when Megatron read the arguments, so this "
+                f"run has its own. Iteration {found} was copied there from near tiers since: start again"
+            )
+
+
+def _has_no_tracker(run: Path) -> bool:
+    """Returns whether rank 0 sees no tracker. Collective."""
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
+
+    collectives, is_absent = Collectives(), False
+    if collectives.rank == 0:
+        with contextlib.suppress(OSError):  # the recovery says what is wrong
+            is_absent = not has_file(run / TRACKER_NAME)
+    return bool(collectives.share_from_first(int(is_absent)))
 
 
 def _wanted(args: Any) -> int | None:
