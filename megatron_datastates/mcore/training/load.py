@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import any_path, is_object, path_of
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
@@ -28,10 +28,10 @@ from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_of_files
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
+from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
 from megatron_datastates.mcore.training.origin import note_load
-from megatron_datastates.pipeline.runs.run_folders import tracked_name
-from megatron_datastates.pipeline.runs.runs import find_iterations, has_file, may_be_ours
+from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
 
 logger = logging.getLogger(__name__)
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
@@ -222,57 +222,11 @@ def _require_chosen(purpose: str) -> None:
     if getattr(args, "non_persistent_ckpt_type", None) is not None or is_object(run):
         return  # a non-persistent checkpoint of that iteration or a later one is loaded in its place
     collectives = Collectives()
-    problem = _problem_of_chosen(run, wanted) if collectives.rank == 0 else None
+    problem = problem_of_chosen(run, wanted) if collectives.rank == 0 else None
     if collectives.share_from_first(int(problem is not None)):
         shared = collectives.share(problem)[0]
         assert shared is not None
         raise shared
-
-
-def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
-    """Returns the error if a run has no such iteration; None if it has, or has no tracker.
-
-    None also if the tracker says `release`, which Megatron then loads whatever iteration is chosen.
-    """
-    name = iteration_name(wanted)
-    try:
-        if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
-            return None
-        there = _complete_in(run)
-    except (OSError, StorageError) as error:
-        return StorageError(
-            f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
-            "the file system is mounted and that its permissions allow it"
-        )
-    return NotACheckpointError(
-        f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
-        f"{there}. Choose one of them, or leave --ckpt-step out to load the newest one"
-    )
-
-
-def _complete_in(run: Path) -> str:
-    return ", ".join(str(one.number) for one in find_iterations(run) if one.complete) or "(none)"
-
-
-def _require_there(directory: Path, wanted: int | None) -> None:
-    """Checks that what the tracker or --ckpt-step names is there, when Megatron has failed to list it.
-
-    Raises:
-        MegatronLoadFailedError (from a NotACheckpointError): it is not.
-    """
-    from megatron_datastates.mcore.errors import load_errors
-
-    with contextlib.suppress(OSError):  # Megatron's own error says why
-        if directory.exists():
-            return
-        run, there = directory.parent, _complete_in(directory.parent)
-        is_chosen = wanted is not None and directory.name == iteration_name(wanted)
-        named = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
-        with load_errors():
-            raise NotACheckpointError(
-                f"{named} names a checkpoint that is not there: expected {directory.name} in {run}, found "
-                f"the iterations {there}. Choose one with --ckpt-step, or restore what is missing."
-            )
 
 
 def _is_resume(purpose: str) -> bool:
@@ -350,7 +304,7 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
                 if may_be_ours(checkpoint_name):
                     open_checkpoint(checkpoint_name)  # raises an error that says what is wrong
                 elif is_selected(args) and not is_object(checkpoint_name):
-                    _require_there(path_of(checkpoint_name), _wanted(args))
+                    require_there(path_of(checkpoint_name), _wanted(args))
                 raise
         if not _is_of_dcp(checkpoint_name):
             return TORCH_DIST
