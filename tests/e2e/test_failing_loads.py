@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.ranks import Outcome, RankForge
-from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+from tests.support.tiny import LAYOUTS, MANIFEST, Checkpoints, Pretraining
 
 pytestmark = pytest.mark.conformance
 
@@ -126,6 +126,27 @@ def test_a_chosen_iteration_that_is_not_there_is_named_with_those_that_are(
 
 
 @pytest.mark.parametrize(
+    ("how", "named", "missing"),
+    [
+        (["--load"], "the tracker {}", 4),
+        (["--finetune", "--ckpt-step", "9", "--load"], "--ckpt-step 9", 9),
+        (["--pretrained-checkpoint"], "the tracker {}", 4),
+    ],
+    ids=["tracker", "finetune", "pretrained"],
+)
+def test_a_checkpoint_that_is_named_and_not_there_is_an_error_with_those_that_are(
+    how: list[str], named: str, missing: int, checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    shutil.rmtree(checkpoints.at(4))
+    outcome = pretraining.fail(*COMMON, "--ckpt-format", "datastates", *how, checkpoints.root, LOOK, "9")
+    error = error_of(outcome)
+    named = named.format(checkpoints.root / "latest_checkpointed_iteration.txt")
+    expected = f"expected iter_{missing:07d} in {checkpoints.root}, found the iterations 1, 2, 3. Choose"
+    assert f"ranks 0, 1: {named} names a checkpoint that is not there: {expected}" in error
+    assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
+
+
+@pytest.mark.parametrize(
     "last", [3, 4], ids=["non-persistent one is damaged", "non-persistent one is in between"]
 )
 def test_flags_that_are_named_get_past_non_persistent_checkpoints(
@@ -168,6 +189,18 @@ def test_unseen_manifest_on_all_ranks_ends_all_with_the_same_error(
     (checkpoints.at(4) / "datastates.manifest").unlink()
     error = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how], LOOK, "3")))
     assert "ranks 0, 1: " in error and "unfinished datastates checkpoint" in error
+    assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
+
+
+@pytest.mark.parametrize("how", [["--ckpt-format", "datastates"], []], ids=["ours", "torch_dist"])
+def test_a_chosen_save_that_was_killed_is_said_to_be_unfinished(
+    how: list[str], checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    """Megatron does not know the format of its directory, which has no metadata.json yet."""
+    for name in (MANIFEST, "metadata.json"):
+        (checkpoints.at(4) / name).unlink()
+    error = error_of(pretraining.fail(*load(checkpoints, "--ckpt-step", "4", LOOK, "1", *how)))
+    assert f"ranks 0, 1: {checkpoints.at(4)} holds an unfinished datastates checkpoint: " in error
     assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
 
 

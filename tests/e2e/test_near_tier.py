@@ -101,6 +101,22 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
     assert nodes.far.published()[:2] == [2, newest] and nodes.far.tracked() == 12
 
 
+def test_arguments_of_a_checkpoint_that_only_near_tiers_had_take_a_second_start(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """Megatron reads arguments before it starts torch.distributed: the run would go on with its own."""
+    nodes = Nodes(tmp_path)
+    pretraining.run(*nodes.arguments("--exit-interval", "2", "--rotary-base", "500"))
+    shutil.rmtree(nodes.far.root)
+    again = nodes.arguments("--use-checkpoint-args")
+    outcome = pretraining.fail(*again)
+    assert outcome.exits == [1, 1]
+    assert f"--use-checkpoint-args: {nodes.far.root} had no checkpoint when Megatron" in outcome.log
+    resumed = pretraining.run(*again)
+    assert resumed.ranks[0].begun_at == 2
+    assert "Setting rotary_base to 500 from checkpoint" in resumed.log
+
+
 @pytest.mark.conformance
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_a_killed_run_resumes_from_its_near_tiers_in_another_layout(

@@ -62,6 +62,22 @@ def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
     assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_run_without_mixed_precision_resumes_as_from_fully_reshardable_state(
+    layout: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """From its default layout, Megatron resumes no such run: it writes to what requires gradients."""
+    endings = []
+    for name, how in {"datastates": [], "torch_dist": ["--dist-ckpt-optim-fully-reshardable"]}.items():
+        place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name, *how]
+        pretraining.run(*LAYOUTS["tp2"], *place, "--exit-interval", "2", without=["--bf16"])
+        endings.append(pretraining.run(*LAYOUTS[layout], *place, without=["--bf16"]))
+    ours, stock = endings
+    assert [rank.begun_at for rank in ours.ranks] == [2, 2]
+    assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
+    assert ours.differences(stock) == []
+
+
 @pytest.mark.skipif(
     metadata.version("megatron-core") < "0.19", reason="no hybrid model loads a GPT's checkpoint"
 )
@@ -80,7 +96,7 @@ def test_a_checkpoint_of_a_gpt_resumes_as_a_hybrid_model(
         )
         for folder, name in {"ours": "datastates", "stock": "torch_dist"}.items()
     )
-    assert "optimizer state will be loaded" in ours.log
+    assert "optimizer state will be loaded" in ours.log and "model lacks" not in ours.log
     assert (SAID in ours.log) == (layout == "pp2"), "else the buckets hold the same under the same names"
     assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
     assert ours.differences(stock) == []
@@ -136,6 +152,23 @@ def test_stock_megatron_resumes_in_any_layout_from_a_converted_checkpoint(
     for other in endings[1:]:
         assert [rank.begun for rank in other.ranks] == [rank.begun for rank in endings[0].ranks]
         assert other.differences(endings[0]) == []
+
+
+def test_weights_that_the_model_lacks_are_named(pretraining: Pretraining, tmp_path: Path) -> None:
+    """From torch_dist's default layout, Megatron resumes no such run: its buckets are smaller."""
+    place = ["--save", tmp_path, "--load", tmp_path, "--ckpt-format", "datastates"]
+    pretraining.run(*LAYOUTS["pp2"], *place, "--exit-interval", "2")
+    endings = {
+        layout: pretraining.run(*LAYOUTS[layout], *place[2:], "--disable-bias-linear", *how)
+        for layout, how in {"tp2": [], "pp2": ["--ckpt-fully-parallel-load"]}.items()
+    }
+    for ending in endings.values():
+        assert ending.ranks[0].begun_at == 2
+        warnings = re.findall(r"has (\d+) tensors that this run's model lacks: .*", ending.log)
+        assert warnings == ["4"], "once, of the whole model"
+        assert "'decoder.layers.mlp.linear_fc1.bias', 'decoder.layers.mlp.linear_fc2.bias', " in ending.log
+    moved = pretraining.run(*LAYOUTS["tp2"], *place[2:])
+    assert SAID in moved.log and "model lacks" not in moved.log
 
 
 def test_a_checkpoint_without_a_map_is_refused_with_what_is_missing(

@@ -93,6 +93,11 @@ _LOADING = (
         "DistributedOptimizer.sharded_state_dict",
         "load.optimizer_request.wrap_sharded_state_dict",
     ),
+    Hook(
+        _OPTIMIZER + "distrib_optimizer",
+        "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+        "load.optimizer_request.wrap_load_parameter_state",
+    ),
 )
 # Before 0.18, all ranks plan a DCP load together; since then each rank plans its own.
 _PLAN_016 = Hook(

@@ -6,7 +6,8 @@ load_checkpoint. All other loads communicate with no other rank: one rank may re
 
 Collective calls, which every rank makes equally often even if it fails:
   1. load_checkpoint that resumes a run, with our format chosen: one sum, of whether any node has a near tier,
-     as its environment may say (training/load.py).
+     as its environment may say; if one has, and with --use-checkpoint-args, one broadcast of whether rank 0
+     sees a tracker (training/load.py).
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
   3. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).

@@ -36,6 +36,17 @@ def first_mismatch(
     return None
 
 
+def tensors_left_out(checkpoint: Checkpoint, everyone: Iterable[Iterable[Any]]) -> list[str]:
+    """Returns the keys of stored tensors, optimizers' and state providers' aside, that no rank requests."""
+    requested = {item.key for items in everyone for item in items}
+    names = tuple(f"{provider.name}." for provider in checkpoint.manifest.providers if provider.name)
+    return sorted(
+        key
+        for key in checkpoint.index.tensors
+        if key not in requested and not is_of_optimizer(key) and not key.startswith(names)
+    )
+
+
 def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, StateTensor]) -> str | None:
     if item.key in states:
         dtype, shape = states[item.key].dtype, states[item.key].global_shape

@@ -78,6 +78,15 @@ def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return sharded_state_dict
 
 
+def wrap_load_parameter_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `DistributedOptimizer.load_parameter_state_from_dp_reshardable`, in any format.
+
+    Without mixed precision, main parameters are views of the model's, which torch lets nobody write to while
+    gradients are recorded. Megatron forgets that here, unlike in its loads of other sharding types.
+    """
+    return torch.no_grad()(original)
+
+
 def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:
     """Attaches the description to the CARRIER of a bucket state that was made for a load."""
     carrier = state.get(CARRIER)

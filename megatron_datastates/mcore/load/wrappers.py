@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from megatron_datastates.errors import some_of
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
 from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
 from megatron_datastates.pipeline.runs.runs import may_be_ours
+
+logger = logging.getLogger(__name__)
 
 
 def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,10 +134,11 @@ def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Cal
 
     def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         agreement = state.current().agreement
+        everyone = parameters.of_call((sharded_state_dict, *args), kwargs).get("global_metadata")
         if agreement is not None:
-            call = parameters.of_call((sharded_state_dict, *args), kwargs)
-            agreement.begin(call.get("global_metadata"))
+            agreement.begin(everyone)
         try:
+            _warn_of_another_model(everyone)
             return original(sharded_state_dict, *args, **kwargs)
         except Exception as error:
             if agreement is None or not agreement.is_parallel:
@@ -142,6 +147,32 @@ def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Cal
             return sharded_state_dict, set(), set()
 
     return validate
+
+
+def _warn_of_another_model(everyone: Any) -> None:
+    """Logs on rank 0 what the model lacks of a checkpoint whose buckets are not this run's.
+
+    In torch_dist, that is an error: Megatron loads no buckets of other sizes. Of tensors, it says nothing.
+
+    Args:
+        everyone: what each rank requests; None if ranks have not said it.
+    """
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
+
+    load = state.current()
+    if everyone is None or load.restated is None or not load.in_training_loop or Collectives().rank != 0:
+        return
+    from megatron_datastates.mcore.load.mismatch import tensors_left_out
+
+    left = tensors_left_out(open_checkpoint(load.directory or ""), everyone)
+    if left:
+        logger.warning(
+            "%s has %d tensors that this run's model lacks: they are left out, with their optimizer state: "
+            "%s. If that is not meant, compare the run's arguments with `datastates show`",
+            load.directory,
+            len(left),
+            some_of([repr(key) for key in left], 3),
+        )
 
 
 def wrap_fully_parallel_load(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import any_path, is_object, path_of
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
@@ -28,10 +28,10 @@ from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_of_files
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
+from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
 from megatron_datastates.mcore.training.origin import note_load
-from megatron_datastates.pipeline.runs.run_folders import tracked_name
-from megatron_datastates.pipeline.runs.runs import find_iterations, may_be_ours
+from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
 
 logger = logging.getLogger(__name__)
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
@@ -155,6 +155,10 @@ def _recover_newest(purpose: str) -> None:
     """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
 
     Collective. For a load of a chosen iteration (--ckpt-step), that one, if it is not there.
+
+    Raises:
+        StorageError: `recover_newest` does; or the run was to have the arguments of a checkpoint, of which
+            Megatron has found none.
     """
     import torch.distributed as dist
     from megatron.training.checkpointing import get_args
@@ -171,7 +175,25 @@ def _recover_newest(purpose: str) -> None:
     if Collectives().start_sum([int(bool(options.near))]).result()[0]:
         from megatron_datastates.pipeline.near.recovery import recover_newest
 
-        recover_newest(path_of(args.load), options, logger.warning, wanted=_wanted(args))
+        run = path_of(args.load)
+        is_new = getattr(args, "use_checkpoint_args", False) and _has_no_tracker(run)
+        found = recover_newest(run, options, logger.warning, wanted=_wanted(args))
+        if is_new and found is not None:
+            raise StorageError(
+                f"--use-checkpoint-args: {run} had no checkpoint when Megatron read the arguments, so this "
+                f"run has its own. Iteration {found} was copied there from near tiers since: start again"
+            )
+
+
+def _has_no_tracker(run: Path) -> bool:
+    """Returns whether rank 0 sees no tracker. Collective."""
+    from megatron_datastates.pipeline.publishing.collectives import Collectives
+
+    collectives, is_absent = Collectives(), False
+    if collectives.rank == 0:
+        with contextlib.suppress(OSError):  # the recovery says what is wrong
+            is_absent = not has_file(run / TRACKER_NAME)
+    return bool(collectives.share_from_first(int(is_absent)))
 
 
 def _wanted(args: Any) -> int | None:
@@ -200,32 +222,11 @@ def _require_chosen(purpose: str) -> None:
     if getattr(args, "non_persistent_ckpt_type", None) is not None or is_object(run):
         return  # a non-persistent checkpoint of that iteration or a later one is loaded in its place
     collectives = Collectives()
-    problem = _problem_of_chosen(run, wanted) if collectives.rank == 0 else None
+    problem = problem_of_chosen(run, wanted) if collectives.rank == 0 else None
     if collectives.share_from_first(int(problem is not None)):
         shared = collectives.share(problem)[0]
         assert shared is not None
         raise shared
-
-
-def _problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
-    """Returns the error if a run has no such iteration; None if it has, or has no tracker.
-
-    None also if the tracker says `release`, which Megatron then loads whatever iteration is chosen.
-    """
-    name = iteration_name(wanted)
-    try:
-        if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
-            return None
-        there = ", ".join(str(one.number) for one in find_iterations(run) if one.complete)
-    except (OSError, StorageError) as error:
-        return StorageError(
-            f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
-            "the file system is mounted and that its permissions allow it"
-        )
-    return NotACheckpointError(
-        f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
-        f"{there or '(none)'}. Choose one of them, or leave --ckpt-step out to load the newest one"
-    )
 
 
 def _is_resume(purpose: str) -> bool:
@@ -297,7 +298,14 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
         if not is_ours(checkpoint_name):
-            return original(checkpoint_name, args, *rest, **kwargs)
+            try:
+                return original(checkpoint_name, args, *rest, **kwargs)
+            except (FileNotFoundError, NotImplementedError):
+                if may_be_ours(checkpoint_name):
+                    open_checkpoint(checkpoint_name)  # raises an error that says what is wrong
+                elif is_selected(args) and not is_object(checkpoint_name):
+                    require_there(path_of(checkpoint_name), _wanted(args))
+                raise
         if not _is_of_dcp(checkpoint_name):
             return TORCH_DIST
         return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"

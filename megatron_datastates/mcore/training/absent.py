@@ -1,0 +1,57 @@
+"""Checkpoints that --ckpt-step or a tracker names and that are not there: the error names those that are."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
+from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.pipeline.runs.run_folders import tracked_name
+from megatron_datastates.pipeline.runs.runs import find_iterations
+
+
+def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
+    """Returns the error if a run has no such iteration; None if it has, or has no tracker.
+
+    None also if the tracker says `release`, which Megatron then loads whatever iteration is chosen.
+    """
+    name = iteration_name(wanted)
+    try:
+        if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
+            return None
+        there = _complete_in(run)
+    except (OSError, StorageError) as error:
+        return StorageError(
+            f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
+            "the file system is mounted and that its permissions allow it"
+        )
+    return NotACheckpointError(
+        f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
+        f"{there}. Choose one of them, or leave --ckpt-step out to load the newest one"
+    )
+
+
+def _complete_in(run: Path) -> str:
+    return ", ".join(str(one.number) for one in find_iterations(run) if one.complete) or "(none)"
+
+
+def require_there(directory: Path, wanted: int | None) -> None:
+    """Checks that what the tracker or --ckpt-step names is there, when Megatron has failed to list it.
+
+    Raises:
+        MegatronLoadFailedError (from a NotACheckpointError): it is not.
+    """
+    from megatron_datastates.mcore.errors import load_errors
+
+    with contextlib.suppress(OSError):  # Megatron's own error says why
+        if directory.exists():
+            return
+        run, there = directory.parent, _complete_in(directory.parent)
+        is_chosen = wanted is not None and directory.name == iteration_name(wanted)
+        named = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
+        with load_errors():
+            raise NotACheckpointError(
+                f"{named} names a checkpoint that is not there: expected {directory.name} in {run}, found "
+                f"the iterations {there}. Choose one with --ckpt-step, or restore what is missing."
+            )
