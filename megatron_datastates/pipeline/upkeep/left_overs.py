@@ -62,7 +62,7 @@ def clock_ahead(directory: Path) -> float:
         return 0.0
     with contextlib.suppress(OSError):
         now = time.time()
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".datastates-clock-", suffix=".tmp") as file:
+        with tempfile.TemporaryFile(dir=directory) as file:  # without a name: nothing is left by a kill
             ahead = now - os.fstat(file.fileno()).st_mtime
         return ahead if ahead >= 1.0 else 0.0
     return 0.0
