@@ -19,6 +19,8 @@ from megatron_datastates.mcore.training import checks
 from megatron_datastates.pipeline.near import tier
 from megatron_datastates.pipeline.near.places import near_run, published_in
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving import background
+from megatron_datastates.pipeline.saving.background import Answers, BackgroundThread
 from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.test_near_tier import STALLED, Nodes, abandon, states_of
 from tests.unit.test_near_tier_trouble import next_job
@@ -94,6 +96,32 @@ def test_saves_from_the_first_one_on_do_not_wait_for_storage_that_hangs(
     nodes.close()
     for iteration in (1, 2):
         nodes.check(iteration)
+
+
+def test_storage_that_answers_too_late_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every save: it may stay slow, and hang for none of them."""
+    waited, answers = list[float | None](), Answers()
+    join = BackgroundThread.join
+
+    def noting(thread: BackgroundThread, seconds: float | None = None) -> bool:
+        if seconds:  # else it is a look
+            waited.append(seconds)
+        return seconds != 0.5 and join(thread, seconds)
+
+    monkeypatch.setattr(BackgroundThread, "join", noting)
+    monkeypatch.setattr(background, "AFTER_LATE_SECONDS", 30.0)  # on a busy machine
+
+    def ask(seconds: float) -> str:
+        try:
+            return answers.get(lambda: "an answer", seconds)
+        except TimeoutError:
+            return "none"
+        finally:
+            assert answers.is_answered(PATIENCE_SECONDS)
+
+    assert [ask(0.5), ask(40.0), ask(40.0)] == ["none", "an answer", "an answer"]
+    assert ask(0.5) == "none" and ask(20.0) == "an answer"
+    assert [seconds for seconds in waited if seconds != PATIENCE_SECONDS] == [0.5, 30.0, 40.0, 0.5, 20.0]
 
 
 def test_a_save_that_a_full_near_tier_does_not_hold_begins_without_an_answer(

@@ -21,6 +21,7 @@ AFTER_POLL_SECONDS = 0.01
 # The delay of copies that a poll starts: they would share the cores with what Megatron does after a poll (it
 # ends saves that are published, with a collective call).
 COPIES_AFTER_POLL_SECONDS = 0.003
+AFTER_LATE_SECONDS = 0.1  # for storage whose last answer came too late
 
 
 class _Mark(threading.local):
@@ -85,17 +86,19 @@ class BackgroundThread:
 class Answers:
     """Asks storage that may hang: the trainer waits for an answer for a while, and then does without.
 
-    While one question hangs, none is asked, and none waited for.
+    While one question hangs, none is asked, and none waited for. Where the last answer came too late, as each
+    may from slow storage, the next one is waited for AFTER_LATE_SECONDS at most.
     """
 
     def __init__(self) -> None:
         self._asking: BackgroundThread | None = None  # the last one
+        self._is_late = False
 
     def get(self, ask: Callable[[], T], seconds: float) -> T:
         """Returns what `ask` returns, which is called on a thread; or here, if no thread can be started.
 
         Raises:
-            TimeoutError: it has not returned after `seconds`, or an earlier question hangs.
+            TimeoutError: it has not returned after `seconds`, or less (see above); or an earlier one hangs.
             Exception: what it raises.
         """
         answer: Future[T] = Future()
@@ -113,7 +116,10 @@ class Answers:
             except RuntimeError:
                 return ask()
             self._asking = thread
-            if thread.join(seconds) and answer.done():  # not in a forked child, which has no such thread
+            patience = min(seconds, AFTER_LATE_SECONDS) if self._is_late else seconds
+            # In a forked child, which has no such thread, `join` returns at once.
+            self._is_late = not (thread.join(patience) and answer.done())
+            if not self._is_late:
                 return answer.result()
         raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
