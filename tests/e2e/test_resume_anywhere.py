@@ -28,7 +28,7 @@ HOW = {
     # The scale doubles every third step, so at each resume it has been good for some.
     "loss scaler": ["--fp16", "--initial-loss-scale", "4096", "--loss-scale-window", "3"],
 }
-SAID = "holds the optimizer state of another parallel layout"
+SAID = "holds the optimizer state in other buckets than this run's"
 
 
 def follow(pretraining: Pretraining, root: Path, *how: str, ckpt_format: str = "datastates") -> list[Ending]:
