@@ -68,8 +68,8 @@ from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 _ANNOUNCEMENT = (
-    "%s holds the optimizer state in other buckets than this run's%s: it is loaded by parameter, and each rank "
-    "reads its own part"
+    "%s holds the optimizer state in other buckets than this run's%s: it is loaded by parameter, and each "
+    "rank reads its own part"
 )
 _OFFLOADED = ", or this one is offloaded to the CPU, and Megatron would not restore its step"
 NO_STATE = (
