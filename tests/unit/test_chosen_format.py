@@ -16,7 +16,7 @@ import torch
 from megatron_datastates import stores
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
-from megatron_datastates.errors import NotACheckpointError, OptionError
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.mcore.training import (
@@ -27,6 +27,7 @@ from megatron_datastates.mcore.training import (
     retention,
     tracker_writing,
 )
+from megatron_datastates.mcore.training.absent import require_there
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.mcore.training.load import _require_chosen
 from megatron_datastates.pipeline.publication import Outcome
@@ -387,3 +388,23 @@ def test_a_chosen_iteration_may_be_a_non_persistent_one(
         else pytest.raises(NotACheckpointError, match="--ckpt-step 5: expected")
     ):
         _require_chosen("load")
+
+
+def test_each_of_many_ranks_lists_a_run_without_a_look_at_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 checkpoints, 16,384 ranks would ask the file system 6 million questions before the error."""
+    for iteration in range(1, 40):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    asked: list[Path] = []
+    for name in ("stat", "open", "scandir", "listdir"):
+        original = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path, *args, of=original, **kw: (asked.append(path), of(path, *args, **kw))[1]
+        )
+    expected = r"the tracker .* expected iter_0000050 in .*, found the iterations 1, 2, .*, 39\. Choose"
+    with pytest.raises(DataStatesError, match=expected) as error:
+        require_there(tmp_path / "iter_0000050", None)
+    monkeypatch.undo()
+    assert isinstance(error.value.__cause__, NotACheckpointError)
+    assert 1 < len(asked) < 5

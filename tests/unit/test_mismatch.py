@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import megatron_datastates as ds
-from megatron_datastates.mcore.load.mismatch import first_mismatch
+from megatron_datastates.mcore.load.mismatch import first_mismatch, tensors_left_out
 from megatron_datastates.pipeline.saver import Saver
 from tests.unit.states import save
 from tests.unit.test_optimizer_state import BUCKET
@@ -42,3 +45,42 @@ def test_remainders_of_main_parameters_are_no_main_parameters(
     text = str(problem(wanted))
     assert f"{key!r} has only the remainders" in text and "--use-precision-aware-optimizer" in text
     assert "--no-load-optim" in text
+
+
+class Counted(list[Any]):
+    """What one rank requests, which counts how often somebody looks at it."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Counted.looks += 1
+        return super().__iter__()
+
+
+RANKS, STAGES = 4096, 8
+
+
+@pytest.mark.parametrize(
+    "stage_of", [lambda rank: rank * STAGES // RANKS, lambda rank: rank % STAGES], ids=["blocks", "in turn"]
+)
+def test_a_model_that_lacks_nothing_is_seen_in_a_few_ranks_of_many(
+    stage_of: Callable[[int], int], saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 looks, and all others wait: of 16,384 ranks with 600 items each, to look at all takes 2 s."""
+    keys = [f"decoder.layers.{layer}.weight" for layer in range(STAGES)]
+    save(saver, tmp_path, {key: torch.ones(1) for key in keys})
+    checkpoint = ds.open(tmp_path)
+    everyone = [Counted([SimpleNamespace(key=keys[stage_of(rank)])]) for rank in range(RANKS)]
+    monkeypatch.setattr(Counted, "looks", 0)
+    assert tensors_left_out(checkpoint, everyone) == []
+    assert Counted.looks <= RANKS // STAGES
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2, 5, 16])
+def test_each_rank_is_looked_at_before_a_tensor_is_said_to_be_left_out(
+    ranks: int, saver: Saver, tmp_path: Path
+) -> None:
+    keys = [f"decoder.layers.{layer:02}.weight" for layer in range(ranks + 1)]
+    save(saver, tmp_path, {key: torch.ones(1) for key in [*keys, "optimizer.state.exp_avg.decoder.weight"]})
+    everyone = [[SimpleNamespace(key=keys[rank])] for rank in range(ranks)]
+    assert tensors_left_out(ds.open(tmp_path), everyone) == keys[ranks:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +37,21 @@ def first_mismatch(
     return None
 
 
-def tensors_left_out(checkpoint: Checkpoint, everyone: Iterable[Iterable[Any]]) -> list[str]:
-    """Returns the keys of stored tensors, optimizers' and state providers' aside, that no rank requests."""
-    requested = {item.key for items in everyone for item in items}
+def tensors_left_out(checkpoint: Checkpoint, everyone: Sequence[Iterable[Any]]) -> list[str]:
+    """Returns the keys of stored tensors, optimizers' and state providers' aside, that no rank requests.
+
+    The other ranks wait meanwhile, and many of them request millions of items: looks at distant ranks first,
+    as those beside each other hold the same layers, and no further once every key was found.
+    """
     names = tuple(f"{provider.name}." for provider in checkpoint.manifest.providers if provider.name)
-    return sorted(
-        key
-        for key in checkpoint.index.tensors
-        if key not in requested and not is_of_optimizer(key) and not key.startswith(names)
-    )
+    tensors = checkpoint.index.tensors
+    left = {key for key in tensors if not is_of_optimizer(key) and not key.startswith(names)}
+    step = math.isqrt(len(everyone))
+    for items in (items for first in range(step) for items in everyone[first::step]):
+        if not left:
+            break
+        left.difference_update(item.key for item in items)
+    return sorted(left)
 
 
 def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, StateTensor]) -> str | None:

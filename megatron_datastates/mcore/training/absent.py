@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
-from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
-from megatron_datastates.pipeline.runs.run_folders import tracked_name
+from megatron_datastates.format.directory import (
+    RELEASE_NAME,
+    TRACKER_NAME,
+    iteration_in_name,
+    iteration_name,
+)
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
 from megatron_datastates.pipeline.runs.runs import find_iterations
 
 
@@ -20,7 +26,7 @@ def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
     try:
         if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
             return None
-        there = _complete_in(run)
+        complete = _listed(one.number for one in find_iterations(run) if one.complete)
     except (OSError, StorageError) as error:
         return StorageError(
             f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
@@ -28,16 +34,19 @@ def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
         )
     return NotACheckpointError(
         f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
-        f"{there}. Choose one of them, or leave --ckpt-step out to load the newest one"
+        f"{complete}. Choose one of them, or leave --ckpt-step out to load the newest one"
     )
 
 
-def _complete_in(run: Path) -> str:
-    return ", ".join(str(one.number) for one in find_iterations(run) if one.complete) or "(none)"
+def _listed(iterations: Iterable[int]) -> str:
+    return ", ".join(map(str, iterations)) or "(none)"
 
 
 def require_there(directory: Path, wanted: int | None) -> None:
     """Checks that what the tracker or --ckpt-step names is there, when Megatron has failed to list it.
+
+    Each rank does so, all at once. So each lists the run, and looks at no checkpoint that it finds: of those
+    that the error names, one may be incomplete.
 
     Raises:
         MegatronLoadFailedError (from a NotACheckpointError): it is not.
@@ -47,7 +56,9 @@ def require_there(directory: Path, wanted: int | None) -> None:
     with contextlib.suppress(OSError):  # Megatron's own error says why
         if directory.exists():
             return
-        run, there = directory.parent, _complete_in(directory.parent)
+        run = directory.parent
+        numbers = (iteration_in_name(path.name) for path in checkpoint_directories(run))
+        there = _listed(number for number in numbers if number is not None)
         is_chosen = wanted is not None and directory.name == iteration_name(wanted)
         named = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
         with load_errors():

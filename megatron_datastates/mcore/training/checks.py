@@ -23,7 +23,7 @@ from megatron_datastates.mcore.training.arguments import (
     options_of,
     uses_fsdp,
 )
-from megatron_datastates.pipeline.near.places import near_root, real_path
+from megatron_datastates.pipeline.near.places import near_root, resolve_run
 from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _require_apart(save: str, option: str) -> None:
         near = Path(os.path.realpath(near_root(option)))
     except OptionError:
         return  # it is none on this node: the first load or save says so, on all ranks
-    run = Path(real_path(Path(save)))  # also for saves, should --save hang later
+    run = resolve_run(Path(save))  # also for saves, should --save hang later
     if near.is_relative_to(run) and "$" not in str(near):  # a variable without a value is an error of its own
         raise OptionError(
             f"--datastates-near {near} is in --save {run}: expected a directory outside of it, on faster "

@@ -37,6 +37,7 @@ from megatron_datastates.files import (
     path_of,
     put_back,
     read_regular,
+    real_path,
     status_of_open,
 )
 from megatron_datastates.format.directory import iteration_in_name
@@ -51,7 +52,7 @@ SPARE_BYTES = 64 << 20  # of a near tier that are left free
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
 NODES_NAME = "nodes.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_real_paths: dict[Path, str] = {}  # of directories of runs, as they were seen last
+_resolved: dict[Path, Path] = {}  # directories of runs without links in their paths, as seen last
 
 
 class NodeEntry(msgspec.Struct):
@@ -100,11 +101,11 @@ def near_root(option: str | os.PathLike[str]) -> Path:
     return root.absolute()
 
 
-def real_path(run: Path) -> str:
-    """Returns the path of a run's directory without links; `near_run` remembers it."""
+def resolve_run(run: Path) -> Path:
+    """Returns the path of a run's directory without links; `near_run` finds it by that while it hangs."""
     path = run.absolute()
-    found = _real_paths[path] = os.path.realpath(path)
-    return found
+    resolved = _resolved[path] = real_path(path)
+    return resolved
 
 
 def near_run(root: Path, run: Path, *, follows_links: bool = True) -> Path:
@@ -114,12 +115,11 @@ def near_run(root: Path, run: Path, *, follows_links: bool = True) -> Path:
         follows_links: in the path of that directory, which is looked at for them. Else they are as this
             process has seen them last.
     """
-    if is_object(run):
-        real = str(run)
-    else:
-        real = real_path(run) if follows_links else _real_paths.get(run.absolute(), str(run))
+    real = run
+    if not is_object(run):
+        real = resolve_run(run) if follows_links else _resolved.get(run.absolute(), run)
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()[:_HASH_DIGITS]
-    return root / f"{Path(real).name}-{digest}"
+    return root / f"{real.name}-{digest}"
 
 
 def near_folder(root: Path, checkpoint: Path) -> Path:

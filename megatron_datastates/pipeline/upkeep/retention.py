@@ -67,7 +67,7 @@ class RetentionRules:
                 raise OptionError(f"{name} {number}: expected at least 1")
 
     def by_clock_of(self, directory: Path) -> RetentionRules:
-        """Returns the rules for a file system, by whose clock files are as old as the plan has found them."""
+        """Returns the rules with a least age that is longer by what this machine's clock is ahead there."""
         return dataclasses.replace(self, min_age_seconds=self.min_age_seconds + clock_ahead(directory))
 
 
