@@ -102,6 +102,9 @@ class _Journal:
     seen: dict[str, Status | None]  # these, where a save may use their names again
 
 
+_JOURNAL = msgspec.json.Decoder(_Journal)  # made at import, as in manifest.py
+
+
 def plan_drop(directory: Path) -> DropPlan | None:
     """Plans to drop the optimizer's state of a checkpoint; returns None if it has none. Writes nothing.
 
@@ -296,7 +299,7 @@ def _write_journal(directory: Path, journal: _Journal) -> None:
 def _read_journal(directory: Path) -> _Journal | None:
     """Returns the journal; None if it is incomplete. Raises OSError."""
     try:
-        return msgspec.json.decode(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES), type=_Journal)
+        return _JOURNAL.decode(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES))
     except (ValueError, RecursionError):  # msgspec raises ValueErrors
         return None
 

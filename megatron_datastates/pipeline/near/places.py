@@ -72,10 +72,13 @@ class Nodes(msgspec.Struct):
         return msgspec.json.encode(self)
 
 
+_NODES = msgspec.json.Decoder(Nodes)  # made at import, as in manifest.py
+
+
 def nodes_in(folder: Path) -> Nodes | None:
     """Returns which nodes wrote the save in a folder of a near tier; None if it does not say so."""
     try:
-        nodes = msgspec.json.decode(read_regular(folder / NODES_NAME, MANIFEST_BYTES), type=Nodes)
+        nodes = _NODES.decode(read_regular(folder / NODES_NAME, MANIFEST_BYTES))
     except (OSError, ValueError, RecursionError):  # msgspec raises ValueErrors
         return None
     return nodes if 0 <= nodes.own < len(nodes.nodes) else None
