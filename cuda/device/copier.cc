@@ -54,7 +54,6 @@ std::shared_ptr<Event> DeviceCopier::MarkFor(Place* place) {
     *place = mark.place;
     return mark.event;
   }
-  *place = enqueued_;  // read before the record, which so covers as many copies
   return nullptr;
 }
 
@@ -159,10 +158,18 @@ void DeviceCopier::WaitFor(Place place) {
     }
     is_awaited_ = true;
     Place now = place;
-    const std::shared_ptr<Event> mark = MarkFor(&now);
+    std::shared_ptr<Event> mark = MarkFor(&now);
     lock.Unlock();
     try {
-      if (!mark) driver_->Record(reached_.get(), stream_);
+      if (!mark) {
+        const Place enqueued = enqueued_;  // read before the record, which so covers as many copies
+        driver_->Record(reached_.get(), stream_);
+        // If StartAfter came between, the record waits for the trainer; the mark that it made does not.
+        lock.Lock();
+        mark = MarkFor(&now);
+        lock.Unlock();
+        if (!mark) now = enqueued;
+      }
       driver_->Synchronize(mark ? mark->get() : reached_.get());
     } catch (...) {
       lock.Lock();

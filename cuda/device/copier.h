@@ -113,7 +113,7 @@ class DeviceCopier {
   // Marks the copies so far, before the stream waits for the trainer: whoever waits for them later does not
   // wait for what the trainer has enqueued since.
   void MarkCopies();
-  // Returns the first mark that covers *place, or null if none does, and where it is, or will be.
+  // Returns the first mark that covers *place, and where it is; null if none does.
   std::shared_ptr<Event> MarkFor(Place* place) REQUIRES(waiting_);
   // Calls `copy` for parts of the rows: with a row, a place in it, a number of bytes and of rows.
   template <typename Copy>

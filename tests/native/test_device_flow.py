@@ -319,6 +319,26 @@ def test_a_save_does_not_wait_for_what_the_trainer_does_before_the_next(
     second.assert_stored()
 
 
+def test_nor_if_the_next_one_begins_while_an_event_is_recorded_for_its_copies(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """That event then comes after the stream's wait for the trainer."""
+    engine, stream = device_engines(tripwire=False), cuda.new_stream()
+    cuda.hold_call("cuEventRecord", except_here=True)
+    before = len(cuda.calls("cuEventRecord"))
+    first = Save(engine, tmp_path / "first", [on_device(SLOT)], stream=stream)
+    first.expect(Milestone.ENQUEUED)
+    eventually(lambda: len(cuda.calls("cuEventRecord")) == before + 2, "the save's, and that of its copies")
+    cuda.hold_stream(stream)
+    second = Save(engine, tmp_path / "second", [on_device(SLOT)], stream=stream)
+    cuda.release_call("cuEventRecord")
+    first.finish()
+    first.assert_stored()
+    cuda.release_stream(stream)
+    second.finish()
+    second.assert_stored()
+
+
 def test_the_number_of_copies_in_flight_is_bounded_even_then(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:

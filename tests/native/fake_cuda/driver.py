@@ -117,12 +117,12 @@ class FakeCuda:
     def release_stream(self, stream: int) -> None:
         self._library.fake_release_stream(ctypes.c_void_p(stream))
 
-    def hold_call(self, name: str) -> None:
-        """Makes every call of this function hang until `release_call`."""
-        self._library.fake_hold_call(name.encode(), 1)
+    def hold_call(self, name: str, *, except_here: bool = False) -> None:
+        """Makes every call of this function hang until `release_call`; those of this thread, too, or not."""
+        self._library.fake_hold_call(name.encode(), 1, int(except_here))
 
     def release_call(self, name: str) -> None:
-        self._library.fake_hold_call(name.encode(), 0)
+        self._library.fake_hold_call(name.encode(), 0, 0)
 
     def fail(self, name: str, nth: int = 1, code: int = ILLEGAL_ACCESS) -> None:
         """Makes the nth call from now on fail; 0: every one."""

@@ -24,7 +24,10 @@ int Enter(const char* name, const std::string& arguments, int needs) {
   Lock lock(world.mutex);
   const long call = ++world.calls[name];
   world.log.push_back(arguments.empty() ? name : std::string(name) + " " + arguments);
-  world.changed.wait(lock, [&] { return world.held_calls.count(name) == 0; });
+  world.changed.wait(lock, [&] {
+    const auto held = world.held_calls.find(name);
+    return held == world.held_calls.end() || held->second == std::this_thread::get_id();
+  });
   auto fault = world.faults.find(name);
   if (fault != world.faults.end() && (fault->second.call == 0 || fault->second.call == call)) {
     return fault->second.code;

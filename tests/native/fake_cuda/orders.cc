@@ -134,11 +134,11 @@ void fake_release_stream(void* handle) {
   world.changed.notify_all();
 }
 
-void fake_hold_call(const char* name, int held) {
+void fake_hold_call(const char* name, int held, int except_here) {
   World& world = TheWorld();
   Lock lock(world.mutex);
   if (held) {
-    world.held_calls.insert(name);
+    world.held_calls[name] = except_here ? std::this_thread::get_id() : std::thread::id();
   } else {
     world.held_calls.erase(name);
   }

@@ -68,7 +68,7 @@ struct World {
   long names = 0;               // handles are made of these
 
   std::map<std::string, Fault> faults;
-  std::set<std::string> held_calls;
+  std::map<std::string, std::thread::id> held_calls;  // with the thread that may make them, if any
   std::set<std::string> hidden;
   bool one_connection = false;  // all streams share one queue: a full one makes every launch wait
   size_t deepest_queue = 0;     // the most operations that a stream, or that queue, has held
