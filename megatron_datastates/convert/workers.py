@@ -33,8 +33,8 @@ class Workers:
         After the first error it calls `on_error`, waits until all threads have stopped, and raises the error.
         """
         with ThreadPoolExecutor(self._count) as pool:
-            futures = [pool.submit(work, number) for number in numbers]
             try:
+                futures = [pool.submit(work, number) for number in numbers]
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
