@@ -191,7 +191,8 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "lazy_bytes": save.plan.lazy_bytes if save.plan is not None else 0,
         "providers": provider_shares(save.plan, save.tail.parts, save.tail.costs),
         "held_ms": milliseconds(save.held.total),
-        "held_parts_ms": {part: milliseconds(seconds) for part, seconds in save.held.parts.items()},
+        # Of a copy: the trainer may add a part now, as a call that waits for a save that is over does.
+        "held_parts_ms": {part: milliseconds(seconds) for part, seconds in dict(save.held.parts).items()},
         "held_spans_ms": [
             [part, milliseconds(begin - save.started_at), milliseconds(end - save.started_at)]
             for part, begin, end in save.held.spans

@@ -77,6 +77,19 @@ def test_every_save_appends_one_line(reporting, tmp_path):
     assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
 
 
+def test_a_report_is_made_while_the_trainer_waits_for_its_save_again(reporting, tmp_path, monkeypatch):
+    """As after `done`, which says that a save is over: `wait` adds to what the report is made of."""
+    saver, _ = reporting
+    publication = save(saver, tmp_path / "0", {"a": torch.ones(99)})
+
+    def milliseconds(seconds):
+        with trainer_held(f"wait {len(publication.save.held.parts)}", publication.save):  # another thread
+            return seconds * 1000
+
+    monkeypatch.setattr("megatron_datastates.pipeline.report.milliseconds", milliseconds)
+    assert "polls" in save_report(publication, "async")["held_parts_ms"]
+
+
 def test_a_poll_does_not_wait_for_the_report_file(tmp_path):
     path = tmp_path / "reports.jsonl"
     os.mkfifo(path)  # opening it waits for a reader, as a file on storage that hangs would
