@@ -113,7 +113,7 @@ def _close_before_pools() -> None:
 
 def finish_objects() -> None:
     """Waits until what goes to object stores is there. Near tiers say what is not."""
-    for saver in _savers.values():
+    for saver in list(_savers.values()):  # other threads may add some meanwhile
         if saver.near is not None:
             saver.near.finish_objects()
 

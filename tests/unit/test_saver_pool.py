@@ -153,6 +153,20 @@ def test_memory_is_prepared_in_the_engine_that_is_shared() -> None:
     assert second.engine_owner is first and len(engines()) == 1
 
 
+def test_another_thread_makes_a_saver_while_the_end_of_training_waits(tmp_path: Path) -> None:
+    saver = saver_for(dataclasses.replace(OPTIONS, near=str(tmp_path / "near")))
+    assert saver.near is not None
+    waited = []
+
+    def finish_objects() -> None:
+        with ThreadPoolExecutor(1) as thread:  # meanwhile, which may be minutes
+            waited.append(thread.submit(part_saver_for, OPTIONS).result())
+
+    saver.near.finish_objects = finish_objects  # type: ignore[method-assign]
+    saver_pool.finish_objects()
+    assert waited
+
+
 def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:
     for fallback in (1, 2):
         with pytest.raises(SaveFailedError):
