@@ -9,6 +9,7 @@ tensor (`tensor.data = ...`, `tensor.set_`) needs no fence: saves keep storages 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_datastates.engine.fence import FENCE
 # Optimizers whose pre-step hook has fired: their memory is known to change only after a fence.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
+_lock = threading.RLock()  # of that; a signal handler may save in the middle
 _FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
@@ -34,9 +36,11 @@ def fence(reason: str = "an explicit fence") -> None:
 
 
 def install() -> None:
-    """Adds a fence to every optimizer step and every storage of this process. Idempotent."""
+    """Adds a fence to every optimizer step and every storage of this process. Idempotent, thread-safe."""
     global _installed
-    if not _installed:
+    with _lock:
+        if _installed:
+            return
         register_optimizer_step_pre_hook(_before_step)
         for name in _FREEING_METHODS:
             setattr(torch.UntypedStorage, name, _unread_before(getattr(torch.UntypedStorage, name)))

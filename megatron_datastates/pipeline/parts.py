@@ -49,10 +49,6 @@ class PartSaver(Saver):
     The session's turn is that of plans and of the list of unfinished saves.
     """
 
-    def __init__(self, options: Options, session: SaveSession) -> None:
-        super().__init__(options, session)
-        self._publishing = Turn()
-
     def write(self, context: SaveContext, provider: StateProvider) -> Publication:
         """Writes this rank's part of a save. Nothing that `provider` yields may change meanwhile.
 
@@ -90,9 +86,9 @@ class PartSaver(Saver):
         return publication
 
     def _start(self, save: RankSave, provider: StateProvider) -> None:
-        turn, publishing = self.session.turn, self._publishing
-        if publishing.owner == threading.get_ident():  # this is a signal handler, and could not publish
-            publishing.require_free()
+        turn = self.session.turn
+        if _publishing.owner == threading.get_ident():  # this is a signal handler, and could not publish
+            _publishing.require_free()
         with turn.lock:
             turn.require_free()
             turn.owner = threading.get_ident()
@@ -111,13 +107,12 @@ class PartSaver(Saver):
         Raises:
             SaveFailedError: see Publication.publish_parts.
         """
-        turn = self._publishing
-        with turn.lock:
-            turn.owner = threading.get_ident()
+        with _publishing.lock:
+            _publishing.owner = threading.get_ident()
             try:
                 publication.publish_parts(parts, extras)
             finally:
-                turn.owner = None
+                _publishing.owner = None
                 if publication.outcome is not Outcome.PENDING:
                     self._report_once(publication, _MODE)
 
@@ -128,12 +123,14 @@ def _new_ids() -> Iterator[SaveId]:
 
 _ids = _new_ids()  # of this process's saves, as a coordinator
 _lock = threading.RLock()  # of the pool; a signal handler may save in the middle
+# One of these saves at a time, whatever its options: see LayoutStore.publishing. All are of one run.
+_publishing = Turn()
 
 
 def _forget() -> None:
     """Begins a new run, in a forked child."""
-    global _lock, _ids
-    _lock, _ids = threading.RLock(), _new_ids()
+    global _lock, _ids, _publishing
+    _lock, _ids, _publishing = threading.RLock(), _new_ids(), Turn()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -5,9 +5,11 @@ The fields are listed in docs/reports.md. What a load cost is measured in load_r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,7 +44,9 @@ class Reporter:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._writer: BackgroundThread | None = None  # the last one; it follows all others
+        # Those that may not have ended; each follows the ones before it. Changed by atomic operations only:
+        # programs may save on several threads.
+        self._writers: list[BackgroundThread] = []
         self._hangs = False
         self.listeners: list[Listener] = []
 
@@ -80,7 +84,8 @@ class Reporter:
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all reports are written; returns False if they are not after `seconds`."""
-        return self._writer is None or self._writer.join(seconds)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        return all(one.join(deadline - time.monotonic()) for one in tuple(self._writers))
 
     def _await_file(self) -> None:
         """Waits until all reports are written, but not for ever: all ranks would wait for this one."""
@@ -90,21 +95,25 @@ class Reporter:
         self._hangs = hangs
 
     def _write_on_thread(self, make: Callable[[], Report], delay: float) -> None:
-        makers, before = [make], self._writer
+        makers, before = [make], tuple(self._writers)
 
         def write() -> None:
             report = makers.pop()()  # first: what it refers to is not kept while the file hangs
-            if before is not None:
-                before.join()
+            for one in before:
+                one.join()
             self.write(report)
 
         writer = BackgroundThread(write, delay=delay)
         try:
             writer.start()
-            self._writer = writer
+            self._writers.append(writer)
         except RuntimeError:  # no thread can be started
             if self.flush(_PATIENCE_SECONDS):
                 write()
+        for one in before:
+            if one.join(0.0):
+                with contextlib.suppress(ValueError):  # another thread has removed it
+                    self._writers.remove(one)
 
     def write(self, report: Report) -> None:
         """Writes one report to log and file only, on any thread: listeners are the trainer's."""
@@ -191,7 +200,8 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "lazy_bytes": save.plan.lazy_bytes if save.plan is not None else 0,
         "providers": provider_shares(save.plan, save.tail.parts, save.tail.costs),
         "held_ms": milliseconds(save.held.total),
-        "held_parts_ms": {part: milliseconds(seconds) for part, seconds in save.held.parts.items()},
+        # Of a copy: the trainer may add a part now, as a call that waits for a save that is over does.
+        "held_parts_ms": {part: milliseconds(seconds) for part, seconds in dict(save.held.parts).items()},
         "held_spans_ms": [
             [part, milliseconds(begin - save.started_at), milliseconds(end - save.started_at)]
             for part, begin, end in save.held.spans

@@ -113,12 +113,14 @@ def _close_before_pools() -> None:
 
 def finish_objects() -> None:
     """Waits until what goes to object stores is there. Near tiers say what is not."""
-    for saver in _savers.values():
+    for saver in list(_savers.values()):  # other threads may make some meanwhile
         if saver.near is not None:
             saver.near.finish_objects()
 
 
 def close_all(kind: type[Saver] | None = None) -> None:
-    """Closes every saver of this process, or those of one kind."""
-    while keys := [key for key in _savers if kind in (None, key[0])]:
-        _savers.pop(keys[-1]).close()
+    """Closes every saver of this process, or those of one kind. Other threads may make some meanwhile."""
+    while keys := [key for key in list(_savers) if kind in (None, key[0])]:
+        saver = _savers.pop(keys[-1], None)  # another thread may have closed it
+        if saver is not None:
+            saver.close()

@@ -46,10 +46,10 @@ from megatron_datastates.errors import (
     SaveFailedError,
     StorageError,
 )
-from megatron_datastates.format.manifest import OtherFile
+from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.publishing import layouts
+from megatron_datastates.pipeline.publishing import directory_publisher, layouts
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.opening import read_manifest
 from megatron_datastates.pipeline.saving.rank_save import RankSave
@@ -828,3 +828,28 @@ def test_a_publishing_that_is_interrupted_does_not_keep_layouts_for_ever(
         save({"w": torch.ones(1)}, tmp_path / "0")
     save({"w": torch.ones(1)}, tmp_path / "1")
     assert [count for store in stores for count in store._uses.values() if count] == []
+
+
+def test_saves_with_other_options_do_not_remove_what_one_is_about_to_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two threads may save into one directory: each save removes what earlier ones have left there."""
+    found, require_files = threading.Event(), directory_publisher.require_files
+
+    def save_compressed() -> None:
+        found.wait(60.0)
+        dcp.save({"w": torch.ones(1)}, storage_writer=DataStatesWriter(tmp_path, compress=1))
+
+    other = threading.Thread(target=save_compressed)
+
+    def before_the_rename(directory: Path, manifest: Manifest) -> None:
+        require_files(directory, manifest)
+        if threading.current_thread() is not other:
+            found.set()
+            other.join(1.0)
+
+    monkeypatch.setattr(directory_publisher, "require_files", before_the_rename)
+    other.start()
+    save({"w": torch.zeros(1)}, tmp_path)
+    other.join()
+    assert torch.equal(load({"w": torch.zeros(1)}, tmp_path)["w"], torch.ones(1))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,29 @@ def test_a_near_file_whose_bytes_are_damaged_is_read_from_the_checkpoint_instead
     data[5000] ^= 1
     path.write_bytes(data)
     assert torch.equal(half_near.read_tensor("w"), WANTED)
+    assert f"reading from {half_near.directory} instead" in caplog.text
+
+
+def test_threads_that_meet_a_damaged_near_file_at_once_all_read_the_checkpoint_instead(
+    half_near: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path,) = (tmp_path / "near").rglob("data-*")
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    read, have_read = Reader.read, threading.Barrier(4)
+
+    def reading(self: Reader, sources: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        outcome = read(self, sources, *rest, **options)
+        if any(Path(path).is_relative_to(tmp_path / "near") for path, _ in sources):
+            have_read.wait(60.0)
+        return outcome
+
+    monkeypatch.setattr(Reader, "read", reading)
+    half_near.footer(0)
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(half_near.read_tensor, ["w"] * 4):
+            assert torch.equal(found, WANTED)
     assert f"reading from {half_near.directory} instead" in caplog.text
 
 

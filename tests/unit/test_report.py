@@ -10,6 +10,7 @@ import resource
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -25,6 +26,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.report import Listener, Reporter, save_report
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.held import HeldTime, trainer_held
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.rank_save import RankSave
@@ -77,6 +79,19 @@ def test_every_save_appends_one_line(reporting, tmp_path):
     assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
 
 
+def test_a_report_is_made_while_the_trainer_waits_for_its_save_again(reporting, tmp_path, monkeypatch):
+    """As after `done`, which says that a save is over: `wait` adds to what the report is made of."""
+    saver, _ = reporting
+    publication = save(saver, tmp_path / "0", {"a": torch.ones(99)})
+
+    def milliseconds(seconds):
+        with trainer_held(f"wait {len(publication.save.held.parts)}", publication.save):  # another thread
+            return seconds * 1000
+
+    monkeypatch.setattr("megatron_datastates.pipeline.report.milliseconds", milliseconds)
+    assert "polls" in save_report(publication, "async")["held_parts_ms"]
+
+
 def test_a_poll_does_not_wait_for_the_report_file(tmp_path):
     path = tmp_path / "reports.jsonl"
     os.mkfifo(path)  # opening it waits for a reader, as a file on storage that hangs would
@@ -122,6 +137,22 @@ def test_saves_and_loads_do_not_wait_for_a_report_file_that_hangs(hanging_file, 
         reports = [json.loads(pipe.readline()) for _ in range(4)]
     assert [one["directory"][-1] for one in reports if one["event"] == "save"] == ["0", "1", "2"]
     saver.close()
+
+
+def test_no_report_is_left_out_of_a_wait_for_all_when_two_threads_make_one_at_once(tmp_path, monkeypatch):
+    reporter, both = Reporter(str(tmp_path / "reports.jsonl")), threading.Barrier(2)
+
+    class Thread(BackgroundThread):
+        def start(self):
+            both.wait(60.0)
+            super().start()
+
+    monkeypatch.setattr("megatron_datastates.pipeline.report.BackgroundThread", Thread)
+    monkeypatch.setattr(Reporter, "write", lambda self, report: (time.sleep(report), written.append(report)))
+    written = []
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda seconds: reporter.emit(0, lambda: seconds, later=True), (0.1, 0.2)))
+    assert reporter.flush() and sorted(written) == [0.1, 0.2]
 
 
 def test_reports_are_written_before_a_saver_is_closed_and_in_their_order(reporting, tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +152,35 @@ def test_memory_is_prepared_in_the_engine_that_is_shared() -> None:
     second.warm_up()
     first.warm_up()
     assert second.engine_owner is first and len(engines()) == 1
+
+
+def test_another_thread_makes_a_saver_while_the_end_of_training_waits(tmp_path: Path) -> None:
+    saver = saver_for(dataclasses.replace(OPTIONS, near=str(tmp_path / "near")))
+    assert saver.near is not None
+    waited = []
+
+    def finish_objects() -> None:
+        with ThreadPoolExecutor(1) as thread:  # meanwhile, which may be minutes
+            waited.append(thread.submit(part_saver_for, OPTIONS).result())
+
+    saver.near.finish_objects = finish_objects  # type: ignore[method-assign]
+    saver_pool.finish_objects()
+    assert waited
+
+
+def test_savers_are_closed_while_another_thread_makes_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the end of the interpreter closes them, beside threads that still save."""
+    interval = sys.getswitchinterval()
+    monkeypatch.setattr(saver_pool, "_KEPT_IDLE", 300)  # in a loop over so many, something happens
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            sys.setswitchinterval(1e-6)
+            made = thread.submit(lambda: [part_saver_for(Options(report_file=str(n))) for n in range(500)])
+            while not made.done():
+                saver_pool.close_all(Saver)
+        finally:
+            sys.setswitchinterval(interval)
+        made.result()
 
 
 def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:

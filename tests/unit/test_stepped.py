@@ -1,6 +1,8 @@
 """How much a rank stores is estimated by what its optimizers hold once they have stepped."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,3 +57,20 @@ def test_what_two_optimizers_share_counts_once() -> None:
     before = fences.stepped_bytes()
     outer.step()
     assert fences.stepped_bytes() == before
+
+
+def test_threads_that_save_lazily_for_the_first_time_at_once_add_one_fence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added = []
+
+    def register(hook: object) -> None:
+        added.append(hook)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(fences, "_installed", False)
+    monkeypatch.setattr(fences, "_FREEING_METHODS", ())
+    monkeypatch.setattr(fences, "register_optimizer_step_pre_hook", register)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: fences.install(), range(2)))
+    assert len(added) == 1

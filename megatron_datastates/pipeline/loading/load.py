@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,16 +147,14 @@ class Checkpoint:
         except (OSError, StorageError, FormatError) as error:
             logger.warning("%s; reading it from %s", error, self.directory)
             return
+        self._in_near.add(file)  # first: another thread that finds the footer reads from here, too
         self._footers[file] = footer
-        self._in_near.add(file)
 
-    def _leave_near(self, files: Iterable[int], error: Exception) -> bool:
-        """Reads these files from the checkpoint's directory from now on; returns whether that is a change."""
-        near = self._in_near.intersection(files)
-        if near:
-            self._in_near -= near
+    def _leave_near(self, files: Collection[int], error: Exception) -> None:
+        """Reads these files from the checkpoint's directory from now on."""
+        if not self._in_near.isdisjoint(files):  # else another thread has met the same
             logger.warning("%s; reading from %s instead", error, self.directory)
-        return bool(near)
+        self._in_near.difference_update(files)
 
     def has_footer(self, file: int) -> bool:
         """Returns whether the footer of a data file has been read."""
@@ -225,6 +223,7 @@ class Checkpoint:
         files = sources_read // np.uint64(2)
         through_cache = set(np.flatnonzero(sources_read % np.uint64(2)).tolist())
         footers = [self.footer(file) for file in files.tolist()]
+        near = self._in_near.intersection(files.tolist())  # read from there, even if another thread leaves it
         sources = [
             (self.file_path(file), footer) for file, footer in zip(files.tolist(), footers, strict=True)
         ]
@@ -233,16 +232,19 @@ class Checkpoint:
             with self.costs.timing("reading"):
                 outcome = (reader or self.new_reader()).read(sources, spans, through_cache=through_cache)
         except StorageError as error:
-            if not self._leave_near(files.tolist(), error):
+            if not near:
                 refuse_replaced(self.directory, self.manifest, error)
                 raise
+            self._leave_near(near, error)
             return self._read_plain(items, reader)
         self.costs.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             bad = sorted({(int(files[n]), block) for n, block in outcome.bad_blocks})
             corrupt = CorruptDataError(describe_blocks(self, bad))
-            if not self._leave_near([file for file, _ in bad], corrupt):
+            near.intersection_update(file for file, _ in bad)
+            if not near:
                 raise corrupt
+            self._leave_near(near, corrupt)
             self._read_plain(items, reader)
         return None
 
