@@ -6,6 +6,7 @@ serves any number of strategy objects and directories (saver_pool.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -388,7 +389,9 @@ class Saver:
 
     def _pool_facts(self) -> dict[str, object]:
         engine = (self.engine_owner or self)._engine
-        return engine.pool_facts() if engine is not None else {}
+        with contextlib.suppress(ValueError):  # another thread closes it, as this saver has nothing to do
+            return engine.pool_facts() if engine is not None else {}
+        return {}
 
 
 def _abandon(publication: Publication, deadline: float) -> None:

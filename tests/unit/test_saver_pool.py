@@ -183,6 +183,23 @@ def test_savers_are_closed_while_another_thread_makes_some(monkeypatch: pytest.M
         made.result()
 
 
+def test_a_save_that_is_over_is_reported_while_another_thread_closes_its_saver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has nothing to do any more, when many others have saved with other options."""
+    pool_facts = StagingEngine.pool_facts
+
+    def closed_meanwhile(engine: StagingEngine) -> dict[str, object]:
+        (saver,) = saver_pool._savers.values()
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(saver.close_if_idle).result()
+        return pool_facts(engine)
+
+    monkeypatch.setattr(StagingEngine, "pool_facts", closed_meanwhile)
+    save(tmp_path / "c", **SMALL, report_file=str(tmp_path / "reports"))
+    assert json.loads((tmp_path / "reports").read_text().splitlines()[0])["state"] == "published"
+
+
 def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:
     for fallback in (1, 2):
         with pytest.raises(SaveFailedError):
