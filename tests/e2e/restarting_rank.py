@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pretrain_tiny
 import tiny_rank
@@ -47,9 +48,19 @@ class Strike(threading.Thread):
         dist.destroy_process_group()
         wanted = inspect.signature(async_utils.reset_persistent_async_worker).parameters
         async_utils.reset_persistent_async_worker(*([strategy] if wanted else []))
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._trainer), ctypes.py_object(RankShouldRestart)
-        )
+        restart_in(self._trainer)
+
+
+def restart_in(thread: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RankShouldRestart))
+
+
+def raise_again(raised: Any) -> None:
+    """Raises it anew where a callback of the trainer's garbage collector met it, as that extension does."""
+    if raised.exc_type is RankShouldRestart:
+        restart_in(threading.get_ident())
+    else:
+        sys.__unraisablehook__(raised)
 
 
 def train(strike: Callable[[int], Strike]) -> None:
@@ -84,6 +95,7 @@ def pretrain(attempt: int) -> None:
 
 def main(arguments: list[str], folder: str) -> None:
     sys.argv = ["pretrain_tiny.py", *arguments]
+    sys.unraisablehook = raise_again
     recorder = tiny_rank.Recorder()
     recorder.attach()
     delays = random.Random(os.environ["SEED"])
