@@ -56,9 +56,9 @@ def restart_in(thread: int) -> None:
 
 
 def raise_again(raised: Any) -> None:
-    """Raises it anew where a callback of the trainer's garbage collector met it, as that extension does."""
+    """Raises it anew where a finalizer met it, as that extension does: a little later, or this would meet it."""
     if raised.exc_type is RankShouldRestart:
-        restart_in(threading.get_ident())
+        threading.Timer(0.01, restart_in, [threading.get_ident()]).start()
     else:
         sys.__unraisablehook__(raised)
 
