@@ -56,7 +56,7 @@ def restart_in(thread: int) -> None:
 
 
 def raise_again(raised: Any) -> None:
-    """Raises it anew where a finalizer met it, as that extension does: a little later, or this would meet it."""
+    """Raises it anew where a finalizer met it, as that extension does: later, or this call would meet it."""
     if raised.exc_type is RankShouldRestart:
         threading.Timer(0.01, restart_in, [threading.get_ident()]).start()
     else:
