@@ -33,7 +33,6 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,6 @@ from megatron_datastates.pipeline.saving.milestones import State
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart, decode_failures, encode_failure
 
-logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."

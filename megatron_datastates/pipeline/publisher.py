@@ -18,14 +18,12 @@ from megatron_datastates.pipeline.near.share import NearPlace, NearShare
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
-from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.indexes import LOOK_SECONDS, PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
-
-_LOOK_SECONDS = 0.002
 
 
 class Publisher:
@@ -160,7 +158,7 @@ class Publisher:
         while self.indexes.is_awaited:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
             self.indexes.look()
         return before is None or before.join(max(deadline - time.monotonic(), 0.0))
 
