@@ -522,7 +522,7 @@ def slow(tmp_path):
     """A save in mid-write, until its saver is closed or it is waited for."""
     saver = new_saver(faults="write:0:stall=100", write_threads=1)
     publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
-    while not publication.save.stored_bytes():  # its descriptor is known to be this process's by then
+    while not (publication.save.awaited() or (0,))[0]:  # its descriptor is known to be this process's by then
         pass
     yield publication
     assert not publication.save.failure

@@ -34,6 +34,8 @@ from megatron_datastates.pipeline.runs.runs import metadata_members
 from megatron_datastates.pipeline.upkeep import remove as remove_module
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.verify import verify
+from megatron_datastates.providers import StreamSource
+from megatron_datastates.providers.base import Mutability
 from tests.unit.states import State, new_saver, save
 
 
@@ -625,6 +627,31 @@ def test_the_rank_whose_storage_hangs_says_so(tmp_path, monkeypatch, caplog, fau
     assert bool(found) == bool(said) and len(found) <= 2
     assert all(said in line and f"rank 0 on node {socket.gethostname()}" in line for line in found)
     assert all(str(tmp_path / "c") in line for line in found)
+
+
+@pytest.mark.parametrize("name", ["", "data"])
+def test_a_state_provider_that_hangs_is_named_and_not_the_storage(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.2)
+
+    class Provider(State):
+        def entries(self):
+            yield from super().entries()
+            yield StreamSource("log", self.wait, Mutability.NEVER)
+
+        @staticmethod
+        def wait(write):
+            time.sleep(1)
+            write(b"abc")
+
+    saver = new_saver()
+    named = {"": State(tensors(1)), name: Provider({})} if name else {"": Provider(tensors(1))}
+    assert saver.start(tmp_path / "c", lambda: named).wait() is Outcome.PUBLISHED
+    saver.close()
+    found = [line for line in caplog.messages if "keeps all others waiting" in line]
+    whose = f" of state provider {name!r}" if name else ""
+    key = f"{name}.log" if name else "log"
+    assert found and all(f"waiting: '{key}'{whose} has not been written for" in line for line in found)
+    assert not any("storage" in line for line in found)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import time
 logger = logging.getLogger(__name__)
 LATE_SECONDS = 60.0
 _LOGGING_RANKS = 16  # about so many of those that are late
+_OF_STORAGE = "look at the storage and the mounts of that node"
 
 
 class Lateness:
@@ -31,13 +32,14 @@ class Lateness:
         # From 0 to 1; not random, as training has the random numbers. CRCs of every fourth rank are alike.
         self._draw = int.from_bytes(hashlib.sha256(b"%d" % rank).digest()[:8]) / (1 << 64)
 
-    def look(self, moved: object, doing: str, late: int = 1) -> None:
+    def look(self, moved: object, doing: str, late: int = 1, advice: str = _OF_STORAGE) -> None:
         """Logs that nothing has moved for LATE_SECONDS; again after twice the time, and so on.
 
         Args:
             moved: differs from the last one if something has moved; None if nobody waits for this rank.
             doing: what it has not done.
             late: ranks that have not done it. Where they are many, as when all storage hangs, some log.
+            advice: what to do about it.
         """
         now = time.monotonic()
         if moved is None or moved != self._seen:
@@ -45,12 +47,12 @@ class Lateness:
         elif now - self._since >= self._next and self._draw * late < _LOGGING_RANKS:
             self._next = 2 * (now - self._since)
             logger.warning(
-                "%s: rank %d on node %s%s keeps all others waiting: %s for %.0f s; look at the storage "
-                "and the mounts of that node",
+                "%s: rank %d on node %s%s keeps all others waiting: %s for %.0f s; %s",
                 self._what,
                 self._rank,
                 socket.gethostname(),
                 f", like {late - 1} other{'s' if late > 2 else ''}," if late > 1 else "",
                 doing,
                 now - self._since,
+                advice,
             )

@@ -287,15 +287,20 @@ class RankSave:
     def is_durable(self) -> bool:
         return self._durable.is_set()
 
-    def stored_bytes(self) -> int | None:
-        """Returns how many bytes storage has taken; None unless it is what the save waits for."""
+    def awaited(self) -> tuple[int, str] | None:
+        """Returns how many bytes storage has taken, if that, or a source of the tail, is waited for.
+
+        The text names that source; "" if storage is waited for.
+        """
         if self._save is None or self.is_durable or self.failure is not None:
             return None
         statuses = [file.status() for file in self._files]
         staged, written = (
             sum(one.get(f"bytes_{what}", 0) for one in statuses) for what in ("staged", "written")
         )
-        return int(written) if self._copied or staged > written else None
+        if staged > written:
+            return int(written), ""
+        return (int(written), self.tail.writing) if self._copied else None
 
     def await_durable(self) -> None:
         """Waits until an awaited save is durable or has failed, on the thread that started it."""

@@ -88,6 +88,7 @@ class Tail:
         self._read = Flag()  # nothing that may change at the fence is left to be written
         self._process = os.getpid()
         self.costs: dict[str, PartCosts] = {}  # by provider
+        self.writing = ""  # the entry whose source was called and has not returned; for people
 
     def secure(self, state: Collected) -> None:
         """Copies small objects that may change as soon as the save returns. Called by the trainer's thread.
@@ -215,10 +216,13 @@ class Tail:
 
     def _write(self, writer: TailWriter, pending: _Pending) -> None:
         before, part = time.perf_counter(), self._part_of(pending.number)
+        self.writing = repr(pending.key) + (f" of state provider {part.name!r}" if part.name else "")
         try:
             written, pickled = self._pass_on(writer, pending)
         except Exception as error:
             raise_from(part.failed(_with_key(error, pending.key, pending.source)), error)
+        finally:
+            self.writing = ""
         if pickled is not None:
             named = pending.source.named if type(pending.source) is ObjectSource else None
             check_pickle(pickled, pending.key, named=named, trust=self._trust_objects)
