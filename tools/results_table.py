@@ -25,8 +25,9 @@ BEGIN = "<!-- Made by tools/results_table.py; do not edit. -->"
 END = "<!-- End of what it makes. -->"
 OURS, THEIRS = "datastates", "torch_dist"
 PEERS_PART = "disk, 1 rank"
-TWO_RANKS = "training-two-ranks"  # a later run, on another machine
-TRAINING_PARTS = {"training": ("large, DP 1", "one rank"), TWO_RANKS: ("large, DP 2", "two ranks")}
+# Later runs than those of training.json.
+ONE_RANK, TWO_RANKS = "training-one-rank", "training-two-ranks"
+TRAINING_PARTS = {ONE_RANK: ("large, DP 1", "one rank"), TWO_RANKS: ("large, DP 2", "two ranks")}
 Results = dict[str, Any]
 
 
@@ -99,7 +100,7 @@ def peers(found: Results) -> Iterator[Row]:
         yield Row(text, "peers", f"{of[ours][value]:.0f} ms", "" if best is None else f"{best:.0f} ms")
 
 
-def training(found: Results, result: str = "training") -> Iterator[Row]:
+def training(found: Results, result: str) -> Iterator[Row]:
     """Yields rows about runs in Megatron's loop that save in every iteration."""
     name, ranks = TRAINING_PARTS[result]
     cases = found["parts"].get(name, {}).get("cases", {})
@@ -174,7 +175,7 @@ def _longer(way: Results, block: int) -> str:
 GPU = "gpu-h100-80gb-hbm3-2026-11-27-2"
 GPU_STEPS = "gpu-h100-80gb-hbm3-2026-11-27-3"
 MAKERS = {
-    "training": training,
+    ONE_RANK: functools.partial(training, result=ONE_RANK),
     TWO_RANKS: functools.partial(training, result=TWO_RANKS),
     "peers": peers,
     GPU: gpu,

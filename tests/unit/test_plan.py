@@ -86,7 +86,7 @@ def measured_held() -> dict[str, tuple[float, int]]:
     way = gpu["ways"]["datastates async, tmpfs"]
     return {
         "an H100": (way["held_ms"], way["report"][0]["providers"][""]["tensors"]),
-        "one rank": (in_loop("training.json", "large, DP 1"), 3084),
+        "one rank": (in_loop("training-one-rank.json", "large, DP 1"), 3084),
         "two ranks": (in_loop("training-two-ranks.json", "large, DP 2"), 3084 // 2),
     }
 
