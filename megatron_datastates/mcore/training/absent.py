@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
@@ -26,20 +26,23 @@ def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
     try:
         if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
             return None
-        complete = _listed(one.number for one in find_iterations(run) if one.complete)
+        complete = [one.number for one in find_iterations(run) if one.complete]
     except (OSError, StorageError) as error:
         return StorageError(
             f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
             "the file system is mounted and that its permissions allow it"
         )
+    choice = "Choose one of them, or leave --ckpt-step out to load the newest one"
     return NotACheckpointError(
-        f"--ckpt-step {wanted}: expected {name} in {run}, found the iterations "
-        f"{complete}. Choose one of them, or leave --ckpt-step out to load the newest one"
+        f"--ckpt-step {wanted}: expected {name} in {run}, found {_listed(complete, choice)}"
     )
 
 
-def _listed(iterations: Iterable[int]) -> str:
-    return ", ".join(map(str, iterations)) or "(none)"
+def _listed(iterations: Sequence[int], choice: str) -> str:
+    """Returns what was found and what to do about it: with iterations that were found, `choice`."""
+    if not iterations:
+        return "no iteration. Restore what is missing, or load from another directory (--load)"
+    return f"the iterations {', '.join(map(str, iterations))}. {choice}"
 
 
 def require_there(directory: Path, wanted: int | None) -> None:
@@ -58,11 +61,12 @@ def require_there(directory: Path, wanted: int | None) -> None:
             return
         run = directory.parent
         numbers = (iteration_in_name(path.name) for path in checkpoint_directories(run))
-        there = _listed(number for number in numbers if number is not None)
+        there = [number for number in numbers if number is not None]
+        choice = "Choose one with --ckpt-step, or restore what is missing"
         is_chosen = wanted is not None and directory.name == iteration_name(wanted)
         named = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
         with load_errors():
             raise NotACheckpointError(
                 f"{named} names a checkpoint that is not there: expected {directory.name} in {run}, found "
-                f"the iterations {there}. Choose one with --ckpt-step, or restore what is missing."
+                f"{_listed(there, choice)}."
             )
