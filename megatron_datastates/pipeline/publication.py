@@ -186,12 +186,12 @@ class Publication:
 
     def _look_if_late(self, late: int) -> None:
         if not self._publishing:
-            moved, source = self.save.awaited() or (None, "")
-            if source:
-                doing, advice = f"{source} has not been written", "look at what its source waits for"
-                self._lateness.look((moved, source), doing, late, advice)
+            awaited = self.save.awaited()
+            if awaited is not None and awaited[1]:
+                doing, advice = f"{awaited[1]} has not been written", "look at what its source waits for"
+                self._lateness.look(awaited, doing, late, advice)
             else:
-                self._lateness.look(moved, "nothing was written to its data file", late)
+                self._lateness.look(awaited, "nothing was written to its data file", late)
         elif self.publisher.near is None:  # copies of other nodes' files have deadlines of their own
             moved = None if self.publisher.is_done else ""
             self._lateness.look(moved, "it has not published the checkpoint", late)
