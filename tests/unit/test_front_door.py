@@ -326,6 +326,14 @@ def test_options_that_would_have_no_effect_are_refused(
     ds.load(tmp_path / "ck", while_saving="skip", fallback=0)
 
 
+@pytest.mark.parametrize(
+    "option", [{"near": "/fast"}, {"drain_every": 2}, {"while_saving": "skip"}, {"fallback": 3}], ids=list
+)
+def test_options_without_effect_after_enable_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"{next(iter(option))}=.*for Megatron's training loop with"):
+        ds.enable(**option)
+
+
 def test_importing_the_package_imports_neither_torch_nor_anything_of_ours() -> None:
     code = (
         "import sys, megatron_datastates as ds; before = set(sys.modules); dir(ds); "
