@@ -123,6 +123,33 @@ def test_a_lazy_save_is_fenced_by_the_step_of_an_optimizer(tmp_path: Path) -> No
     assert torch.equal(weight, torch.zeros(4 << 20))
 
 
+# In a program of its own: fences, once installed, stay.
+STEPS_BESIDE_A_PROVIDER = """
+import sys, torch
+import megatron_datastates as ds
+from megatron_datastates.providers import Mutability, TensorSource
+
+class Weight:
+    value = torch.nn.Parameter(torch.ones(4 << 20))
+    def entries(self):
+        yield TensorSource("value", self.value, Mutability.AT_FENCE)
+    def restore(self, reader): pass
+
+optimizer = torch.optim.SGD([Weight.value], lr=1.0)
+handle = ds.async_save({"weight": Weight()}, sys.argv[1], copy_limit=100_000_000)
+Weight.value.grad = torch.ones_like(Weight.value)
+optimizer.step()
+assert handle.wait()["lazy_bytes"] == 16 << 20 and not Weight.value.any()
+assert ds.load(sys.argv[1])["weight.value"].equal(torch.ones(4 << 20))
+"""
+
+
+def test_the_step_of_an_optimizer_waits_for_what_a_provider_promises(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STEPS_BESIDE_A_PROVIDER, str(tmp_path / "ck")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_change_without_a_fence_fails_a_lazy_save(tmp_path: Path) -> None:
     weight = torch.ones(4 << 20)
     handle = ds.async_save({"weight": weight}, tmp_path / "ck", lazy=True, copy_limit=4_000_000)
