@@ -174,7 +174,7 @@ class Options:
         _on_off,
         "on|off",
         "copy parameters and optimizer state during the next forward and backward pass, which do not change "
-        "them; off copies everything before save_checkpoint returns (default on)",
+        "them; off copies everything before save_checkpoint returns (default on; after enable(), off)",
     )
     paranoid: bool = _option(
         False,
