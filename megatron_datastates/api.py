@@ -113,9 +113,10 @@ def async_save(
     """Starts a save and returns as soon as the program may go on; arguments as in `save`.
 
     Args:
-        lazy: False copies everything before this returns, so that the state may change at once. True is a
-            promise that tensors change, and release their memory, in steps of torch's optimizers only, or
-            after a call of `fence()`: they are copied meanwhile, and those wait for what is left.
+        lazy: False copies everything before this returns, so that the state may change at once, except what
+            state providers promise not to change. True is a promise that tensors change, and release their
+            memory, in steps of torch's optimizers only, or after a call of `fence()`: they are copied
+            meanwhile, and those wait for what is left.
 
     Returns:
         A handle with `done`, `wait` and `report`. Errors, too, are raised by its `wait`.
@@ -123,12 +124,20 @@ def async_save(
     Raises:
         OptionError: an option that does not exist, or makes no sense.
     """
-    if not lazy:
-        return _start(state, directory, iteration, "async", Mutability.NOW, options)
+    if lazy:
+        _install_fences()
+    mutability = Mutability.AT_FENCE if lazy else Mutability.NOW
+    handle = _start(state, directory, iteration, "async", mutability, options)
+    if FENCE.has_saves:  # a state provider may have promised as much as `lazy` does
+        _install_fences()
+    return handle
+
+
+def _install_fences() -> None:
+    """Lets steps of torch's optimizers wait for copies. The first call imports torch's compiler."""
     from megatron_datastates.mcore.fences import install
 
     install()
-    return _start(state, directory, iteration, "async", Mutability.AT_FENCE, options)
 
 
 def _start(

@@ -24,6 +24,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     reported_errors,
+    require_directory,
     say,
     size_text,
 )
@@ -134,7 +135,9 @@ def convert(
     with reported_errors():
         if every and iteration is not None:
             raise OptionError("--all and --iteration: choose one")
-        if not every:
+        if every:
+            require_directory(source)
+        else:
             source, target = _one_of(source, target, iteration)
         from megatron_datastates.convert.limits import Limits
         from megatron_datastates.convert.run import ConversionRequest

@@ -23,6 +23,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     reported_errors,
+    require_directory,
     say,
     say_as_is,
     size_text,
@@ -121,6 +122,8 @@ def import_hugging_face(
     \b
     Example: datastates import llama-hf runs/tuned
     """
+    with reported_errors(2):
+        require_directory(source, "a Hugging Face model folder")  # before torch is imported
     from megatron_datastates.convert.hf.arguments import command_line
     from megatron_datastates.convert.hf.run import import_model
     from megatron_datastates.convert.hf.source import HuggingFaceSource

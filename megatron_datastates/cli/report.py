@@ -67,6 +67,8 @@ def report(
     with reported_errors():
         if last is not None and last < 1:
             raise OptionError(f"--last {last}: expected at least 1")
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise OptionError(f"--out {folder}: it is not a directory")
         made = None if folder is None else folder.absolute()
         for option, target in (("--html", page), ("--png", picture)):
             if target is not None and not target.parent.is_dir() and target.parent.absolute() != made:
@@ -118,6 +120,7 @@ def _write(
     picture: Path | None,
 ) -> None:
     """Writes what was asked for. Without matplotlib, the page has no picture, and --png is an error."""
+    from megatron_datastates.convert.sinks.target import replace_on_exit
     from megatron_datastates.reports.page import make_page
     from megatron_datastates.reports.picture import draw, svg_text, write_png
 
@@ -140,11 +143,14 @@ def _write(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     if wanted is not None and figure is not None:
-        write_png(figure, wanted)
+        with replace_on_exit(wanted) as temporary:
+            write_png(figure, temporary)
         written.append(wanted)
     if page is not None:
         svg = svg_text(figure, found.saves) if figure is not None else ""
-        page.write_text(make_page(title, found, advice, svg, missing), "utf-8", "backslashreplace")
+        text = make_page(title, found, advice, svg, missing)
+        with replace_on_exit(page) as temporary:
+            temporary.write_text(text, "utf-8", "backslashreplace")
         written.append(page)
     say()
     for path in written:

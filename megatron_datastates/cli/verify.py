@@ -22,6 +22,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     reported_errors,
+    require_directory,
     say,
     size_text,
 )
@@ -124,6 +125,7 @@ def _all_of_run(directory: Path) -> list[Path]:
         why_no_run,
     )
 
+    require_directory(directory)
     if not is_run(directory):
         raise NotACheckpointError(f"--all: {why_no_run(directory, 'leave --all out')}")
     found = checkpoint_directories(directory)

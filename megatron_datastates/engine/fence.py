@@ -54,6 +54,11 @@ class Fence:
         self.readers: list[weakref.ref[Reader]] = []
         self.frees: int | None = None
 
+    @property
+    def has_saves(self) -> bool:
+        """Whether a save reads memory that may change at a fence."""
+        return bool(self._standing)
+
     def add(self, save: Fenced) -> None:
         self._standing.append(save)
 

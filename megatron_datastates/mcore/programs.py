@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from megatron_datastates.config import Options
+from megatron_datastates.config import Options, options_of_call
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.providers import Providers, register
@@ -52,11 +52,11 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
             on every rank, for the program to catch.
 
     Raises:
-        OptionError: an option does not exist, or its value is invalid.
+        OptionError: an option does not exist, its value is invalid, or only Megatron's training loop has it.
         ProviderError: a provider has no name, or is no state provider.
         HookPointError: this release of Megatron-Core lacks a hook point for saving.
     """
-    chosen = Options.from_environment(options, lazy=False)
+    chosen = options_of_call(options, "enable", lazy=False)
     register(providers)
     how = "before a save returns"
     if chosen.lazy:

@@ -123,6 +123,33 @@ def test_a_lazy_save_is_fenced_by_the_step_of_an_optimizer(tmp_path: Path) -> No
     assert torch.equal(weight, torch.zeros(4 << 20))
 
 
+# In a program of its own: fences, once installed, stay.
+STEPS_BESIDE_A_PROVIDER = """
+import sys, torch
+import megatron_datastates as ds
+from megatron_datastates.providers import Mutability, TensorSource
+
+class Weight:
+    value = torch.nn.Parameter(torch.ones(4 << 20))
+    def entries(self):
+        yield TensorSource("value", self.value, Mutability.AT_FENCE)
+    def restore(self, reader): pass
+
+optimizer = torch.optim.SGD([Weight.value], lr=1.0)
+handle = ds.async_save({"weight": Weight()}, sys.argv[1], copy_limit=100_000_000)
+Weight.value.grad = torch.ones_like(Weight.value)
+optimizer.step()
+assert handle.wait()["lazy_bytes"] == 16 << 20 and not Weight.value.any()
+assert ds.load(sys.argv[1])["weight.value"].equal(torch.ones(4 << 20))
+"""
+
+
+def test_the_step_of_an_optimizer_waits_for_what_a_provider_promises(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STEPS_BESIDE_A_PROVIDER, str(tmp_path / "ck")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_change_without_a_fence_fails_a_lazy_save(tmp_path: Path) -> None:
     weight = torch.ones(4 << 20)
     handle = ds.async_save({"weight": weight}, tmp_path / "ck", lazy=True, copy_limit=4_000_000)
@@ -324,6 +351,14 @@ def test_options_that_would_have_no_effect_are_refused(
     assert not (tmp_path / "ck").exists()
     ds.save({}, tmp_path / "ck", near="", while_saving="wait", fallback=2)
     ds.load(tmp_path / "ck", while_saving="skip", fallback=0)
+
+
+@pytest.mark.parametrize(
+    "option", [{"near": "/fast"}, {"drain_every": 2}, {"while_saving": "skip"}, {"fallback": 3}], ids=list
+)
+def test_options_without_effect_after_enable_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"{next(iter(option))}=.*for Megatron's training loop with"):
+        ds.enable(**option)
 
 
 def test_importing_the_package_imports_neither_torch_nor_anything_of_ours() -> None:

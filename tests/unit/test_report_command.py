@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -410,6 +412,33 @@ def test_a_report_that_is_read_is_not_replaced_by_its_page(tmp_path: Path) -> No
     )
     assert (code, out) == (2, "") and "it is one of the files that are read" in err
     assert (tmp_path / "report.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--png", "--html"])
+def test_what_a_full_disk_has_no_room_for_replaces_nothing(option: str, tmp_path: Path) -> None:
+    (target := tmp_path / "report.png").write_bytes(b"the last one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        code, _, err = run("report", RUN, option, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2 and err == f"datastates: {target}: File too large\n"
+    assert target.read_bytes() == b"the last one" and os.listdir(tmp_path) == ["report.png"]
+
+
+def test_a_page_goes_through_a_link_or_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("page.html")
+    for _ in range(2):
+        assert run("report", RUN, "--html", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "page.html").is_symlink()
+    assert run("report", RUN, "--html", "/dev/null")[0] == 0
+
+
+def test_a_file_in_the_place_of_the_folder_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run("report", RUN, "--out", tmp_path / "file")
+    assert (code, out) == (2, "") and err.endswith("file: it is not a directory\n")
 
 
 @pytest.mark.parametrize("option", ["--png", "--html"])

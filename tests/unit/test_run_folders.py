@@ -189,6 +189,15 @@ def test_where_a_run_is_needed_a_checkpoint_is_called_one(command: str, format: 
     assert ("use `datastates show`" in message) == (name in ("ls", "trend"))
 
 
+@pytest.mark.parametrize("command", [*OF_A_RUN, "convert out --all"])
+def test_where_a_run_is_needed_what_is_no_directory_is_said(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    name, *more = command.split()
+    wanted = ": give the directory of a run"
+    assert refused(name, tmp_path / "file", *more).endswith(f"{tmp_path}/file is not a directory{wanted}")
+    assert refused(name, tmp_path / "none", *more).endswith(f"{tmp_path}/none does not exist{wanted}")
+
+
 @pytest.mark.parametrize("command", [*OF_A_RUN, "show", "verify", "show --iteration 5"])
 def test_runs_one_level_below_what_is_given_are_named(command: str, both: Path, tmp_path: Path) -> None:
     name, *more = command.split()

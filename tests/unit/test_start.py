@@ -92,9 +92,11 @@ def test_a_listing_imports_neither_torch_nor_numpy(root: Path, by_dcp: Path):
 def test_a_directory_that_is_missing_is_said_without_torch(tmp_path: Path):
     missing = tmp_path / "none"
     lines = [f"{command} {missing}" for command in ("show", "args", "verify", "repair", "ls")]
-    lines += [f"{command} {missing} {tmp_path}/x" for command in ("cat", "convert", "export", "diff")]
+    lines += [
+        f"{command} {missing} {tmp_path}/x" for command in ("cat", "convert", "export", "diff", "import")
+    ]
     text, found = imported_by("torch", *lines)
-    assert found == "[]" and text.count("exit 2") == 9
+    assert found == "[]" and text.count("exit 2") == 10
 
 
 OURS = "megatron_datastates.convert.sources.datastates megatron_datastates.pipeline.loading.load"

@@ -136,6 +136,31 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
     sync_directory(target.parent)
 
 
+@contextlib.contextmanager
+def replace_on_exit(target: Path) -> Iterator[Path]:
+    """Yields a temporary path; the file created there takes the place of `target` if the body succeeds.
+
+    Yields `target` itself if it is there and no regular file, such as a pipe.
+
+    Raises:
+        OSError: it cannot be written; what was there has stayed.
+    """
+    file = target.resolve()  # a link stays one
+    if file.exists() and not file.is_file():
+        yield target
+        return
+    temporary = file.parent / f".{file.name}.{secrets.token_hex(8)}.tmp"
+    with named_as(temporary, target):
+        try:
+            yield temporary
+            sync_tree(temporary)
+            temporary.replace(file)
+        except BaseException:  # including an interrupt
+            _remove(temporary)
+            raise
+    sync_directory(file.parent)
+
+
 def _upload(written: Path, target: Path) -> None:
     if not written.is_dir():
         with open_regular(written) as file:
