@@ -25,12 +25,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    _require_timeouts_below_the_watchdogs(config, items)
     if config.getoption("--first-case"):
         _keep_first_cases(config, items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_cuda_device():
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if item not in on_gpu]
+
+
+def _require_timeouts_below_the_watchdogs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Else the watchdog would end the whole run (setup.cfg)."""
+    most = float(config.getini("faulthandler_timeout"))
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        if marker is not None and marker.args[0] > most:
+            raise pytest.UsageError(f"{item.nodeid}: expected a timeout of at most {most:g} s")
 
 
 def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

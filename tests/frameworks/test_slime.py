@@ -15,6 +15,7 @@ HOW = {
     "format": (["--ckpt-format", "datastates"], {}),
     "format-async": (["--ckpt-format", "datastates", "--async-save"], {}),
     "switch": ([], {"MEGATRON_DATASTATES_ENABLE": "1"}),
+    "near": (["--ckpt-format", "datastates", "--async-save", "--datastates-near", "$NEAR"], {}),
 }
 
 
@@ -31,14 +32,15 @@ def forge() -> Iterator[RankForge]:
 def test_weights_swapped_after_a_save_do_no_harm(
     forge: RankForge, tmp_path: Path, arguments: list[str], environment: dict[str, str]
 ) -> None:
-    root, logs = tmp_path / "checkpoints", tmp_path / "logs"
+    root, logs, near = tmp_path / "checkpoints", tmp_path / "logs", tmp_path / "near"
     tiny = (RECIPES / "tiny.args").read_text().split()
     outcome = forge.run(
         "slime_ranks:main",
         ranks=2,
         logs=logs,
         arguments=[[*tiny, *arguments, "--save", str(root)], str(logs)],
-        environment=environment | {"MEGATRON_DATASTATES_REPORT_FILE": str(tmp_path / "saves.jsonl")},
+        environment=environment
+        | {"MEGATRON_DATASTATES_REPORT_FILE": str(tmp_path / "saves.jsonl"), "NEAR": str(near)},
         timeout_seconds=60,
     )
     outcome.succeeded()
@@ -49,6 +51,7 @@ def test_weights_swapped_after_a_save_do_no_harm(
     events = [json.loads(line) for line in (tmp_path / "saves.jsonl").read_text().splitlines()]
     saves = [event for event in events if event["event"] == "save"]
     assert [event["lazy_bytes"] for event in saves] == [0, 0], "all was copied before each save returned"
+    assert near.exists() == ("$NEAR" in arguments)
     for step in (1, 2):
         assert (root / f"iter_{step:07d}" / "datastates.manifest").is_file()
         assert not list((root / f"iter_{step:07d}").glob("*.distcp"))

@@ -101,7 +101,7 @@ def run_as_part(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # three calls, of two minutes each on a busy machine
+@pytest.mark.timeout(600)  # three calls, of two minutes each on a busy machine
 def test_all_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for call in benchmark.CALLS:

@@ -46,7 +46,7 @@ from megatron_datastates.mcore.load import opening
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.recovery import recover_newest
-from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import (
@@ -111,13 +111,17 @@ class FarNodes(Nodes):
 
 
 def save(nodes: Nodes, iteration: int) -> Outcome:
+    return begun(nodes, iteration).outcome
+
+
+def begun(nodes: Nodes, iteration: int) -> Publication:
     states = [
         State(
             {f"w{rank}": random_tensor(torch.float32, (ELEMENTS,), iteration + rank)}, {f"o{rank}": iteration}
         )
         for rank in (0, 1)
     ]
-    return nodes.ranks.save(nodes.directory(iteration), states).outcome
+    return nodes.ranks.save(nodes.directory(iteration), states)
 
 
 def check(nodes: Nodes, iteration: int) -> None:
@@ -311,6 +315,20 @@ def test_what_an_earlier_job_left_near_keeps_no_save_from_the_store(
     assert save(nodes, 3) is Outcome.PUBLISHED
     nodes.close()
     check(nodes, 3)
+
+
+def test_a_save_for_which_a_node_has_no_room_fails_and_the_next_one_tries_again(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = FarNodes(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(tier, "free_bytes", lambda root: places.SPARE_BYTES)
+        failed = begun(nodes, 1)
+    assert failed.outcome is Outcome.FAILED
+    assert "saves reach an object store only through it: 64 MiB are free" in (failed.error or "")
+    assert save(nodes, 2) is Outcome.PUBLISHED
+    nodes.close()
+    check(nodes, 2)
 
 
 def test_an_outage_while_the_manifest_is_written(
