@@ -167,7 +167,10 @@ class Options:
         "several ranks of a node request (default on)",
     )
     checksums: bool = _option(
-        True, _on_off, "on|off", "store a CRC-32C for every MiB, computed while writing (default on)"
+        True,
+        _on_off,
+        "on|off",
+        "store a CRC-32C for every MiB, computed while writing, and compare it at loads (default on)",
     )
     lazy: bool = _option(
         True,
