@@ -272,7 +272,10 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
         }
         | {"no checkpoints": {"end_to_end_s": 12.34}},
     }
-    for name, part, found in (("peers", "disk, 1 rank", peers), ("training", "large, DP 1", training)):
+    for name, part, found in (
+        ("peers", "disk, 1 rank", peers),
+        ("training-one-rank", "large, DP 1", training),
+    ):
         content = {"machine": machine, "parts": {part: found}}
         (results / f"{name}.json").write_text(json.dumps(content))
 
