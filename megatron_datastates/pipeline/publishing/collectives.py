@@ -215,7 +215,8 @@ class Collectives:
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
     """Returns the global ranks of a group, by default of the world; rank 0 alone where there is none."""
-    return dist.get_process_group_ranks(group) if _world() is not None else [0]
+    world = _world()  # torch before 2.7 does not take None for it
+    return dist.get_process_group_ranks(group or world) if world is not None else [0]
 
 
 def sum_now(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
