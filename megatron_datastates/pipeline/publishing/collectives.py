@@ -236,7 +236,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 _worlds_of_parents: list[object] = []
 
 
-def _world() -> object:
+def _world() -> dist.ProcessGroup | None:
     """Returns the world of this process. A forked child of a rank has none: its parent's is not its own."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if any(world is other for other in _worlds_of_parents) else world
