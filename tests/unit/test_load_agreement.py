@@ -138,6 +138,15 @@ def test_what_no_rank_finds_is_not_exchanged(monkeypatch, world):
     assert Agreement("ck", None).parts_if_any(lambda: False, part) is None and world == []
 
 
+def test_the_ranks_of_the_world_are_known_to_old_torch_too(monkeypatch, world_of_one):
+    """Before 2.7, it knows the ranks of groups only, and None is none."""
+    known = dist.get_process_group_ranks
+    monkeypatch.setattr(
+        dist, "get_process_group_ranks", lambda group: {dist.group.WORLD: known(group)}[group]
+    )
+    assert collectives.ranks_of() == collectives.ranks_of(dist.group.WORLD) == [0]
+
+
 def test_ranks_of_several_groups_exchange_nothing(monkeypatch, world):
     """Another group may be loading another checkpoint, or none."""
     monkeypatch.setattr(collectives, "sum_now", lambda values, group: values)
