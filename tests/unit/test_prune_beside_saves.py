@@ -259,6 +259,17 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert not (place(root, 100) / REMOVAL_NAME).exists()
 
 
+def test_what_a_killed_removal_left_beside_a_later_save_is_a_left_over(root):
+    with pytest.raises(StorageError):
+        prune(root, RetentionRules(keep_last=4), faults="remove file:2:EIO")
+    marker = place(root, 100) / REMOVAL_NAME
+    assert marker.exists() and left_overs(root, min_age_seconds=0.0) == []
+    Resumed(root).save()
+    assert left_overs(root, min_age_seconds=0.0) == [REMOVAL_NAME]
+    remove_left_overs(plan_prune(root, RetentionRules(keep_last=9, min_age_seconds=0.0)).left_overs, 0.0)
+    assert not marker.exists() and complete(root) == NUMBERS
+
+
 def test_a_save_that_begins_right_after_the_last_decision_is_kept(root, monkeypatch):
     """What is removed was listed before that decision, which sees the files of saves that began earlier."""
     decide, plans, resumed = pruning.plan_prune, [], Resumed(root)

@@ -69,8 +69,14 @@ def clock_ahead(directory: Path) -> float:
 
 
 def unnamed_files(path: Path) -> list[UnnamedFile]:
-    """Returns the files in our format that a directory's manifest does not name; all if it has none."""
-    named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
+    """Returns the files in our format that a directory's manifest does not name; all if it has none.
+
+    REMOVAL_NAME is one of them only beside the manifest of a save into what a killed prune was removing. In
+    an object store, a killed prune leaves both, too.
+    """
+    named = _named_by(path / MANIFEST_NAME)
+    if is_object(path) or not named:
+        named = {REMOVAL_NAME, *named}
     unnamed = {name: one for name, one in _own_files(path).items() if name not in named}
     last_change = _last_parts(path) if unnamed else {}
     for name, (_, at) in unnamed.items():
