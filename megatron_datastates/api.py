@@ -128,7 +128,7 @@ def async_save(
         _install_fences()
     mutability = Mutability.AT_FENCE if lazy else Mutability.NOW
     handle = _start(state, directory, iteration, "async", mutability, options)
-    if FENCE.has_saves:  # a state provider may have promised as much as `lazy` does
+    if not lazy and FENCE.has_saves:  # a state provider has promised as much as `lazy` does
         _install_fences()
     return handle
 

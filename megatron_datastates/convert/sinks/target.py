@@ -121,19 +121,13 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
                 refuse_target(target)
                 _upload(temporary, target)
         return
-    # Unique also across machines and containers, which share directories and repeat process numbers: what a
-    # failed call removes must be its own.
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
-    with made_parents(target), named_as(temporary, target):
-        try:
-            yield temporary
-            sync_tree(temporary)
-            refuse_target(target)
-            temporary.rename(target)
-        except BaseException:  # including an interrupt
-            _remove(temporary)
-            raise
-    sync_directory(target.parent)
+
+    def move(temporary: Path) -> None:
+        refuse_target(target)
+        temporary.rename(target)
+
+    with made_parents(target), _moved_on_exit(target, target, move) as temporary:
+        yield temporary
 
 
 @contextlib.contextmanager
@@ -149,16 +143,29 @@ def replace_on_exit(target: Path) -> Iterator[Path]:
     if file.exists() and not file.is_file():
         yield target
         return
-    temporary = file.parent / f".{file.name}.{secrets.token_hex(8)}.tmp"
+    with _moved_on_exit(file, target, lambda temporary: temporary.replace(file)) as temporary:
+        yield temporary
+
+
+@contextlib.contextmanager
+def _moved_on_exit(place: Path, target: Path, move: Callable[[Path], object]) -> Iterator[Path]:
+    """Yields a temporary path beside `place`. If the body succeeds, what is there is synced and moved.
+
+    Args:
+        target: how errors name it.
+    """
+    # Unique also across machines and containers, which share directories and repeat process numbers: what a
+    # failed call removes must be its own.
+    temporary = place.parent / f".{place.name}.{secrets.token_hex(8)}.tmp"
     with named_as(temporary, target):
         try:
             yield temporary
             sync_tree(temporary)
-            temporary.replace(file)
+            move(temporary)
         except BaseException:  # including an interrupt
             _remove(temporary)
             raise
-    sync_directory(file.parent)
+    sync_directory(place.parent)
 
 
 def _upload(written: Path, target: Path) -> None:
