@@ -114,6 +114,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """
         with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
+        _note_near(publication)
         publication.wait()
         raise_if_failed(publication)
 
@@ -156,7 +157,6 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             await_copies=not self.is_lazy(),
             far_published=self._far_published(directory),
         )
-        _note_near(publication)
         return publication
 
 
@@ -225,35 +225,33 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
 
 def _note_near(publication: Publication) -> None:
-    """Remembers whether the files of a save are brought to its directory later."""
-    directory = publication.save.context.directory
-    if publication.publisher.place.node:
-        near_checkpoints.add(directory)
-    else:
-        near_checkpoints.discard(directory)
+    """Remembers, for `save_config`, whether the files of a save are brought to its directory later."""
+    global _near_directory
+    _near_directory = publication.save.context.directory if publication.publisher.place.node else None
 
 
 def _metadata_json(config: Any) -> bytes:
     return json.dumps(dataclasses.asdict(config)).encode()
 
 
-near_checkpoints: set[Path] = set()  # directories of saves that a near tier may hold
+_near_directory: Path | None = None  # of the last synchronous save, if a near tier may hold it
 
 
 def wrap_save_config(original: Any) -> Any:
     """Wraps `save_config`, which writes metadata.json on rank 0 while all others wait in a barrier.
 
-    Our save has already written the complete file, or failed on all ranks; an error here would leave the
-    other ranks waiting.
+    Megatron calls it right after a synchronous save; our requests leave it out. Our save has already written
+    the complete file, or failed on all ranks; an error here would leave the other ranks waiting.
     """
 
     def save_config(config: Any, checkpoint_dir: str) -> None:
         if config.sharded_backend == BACKEND:
             content = _metadata_json(config)
-            if path_of(checkpoint_dir).absolute() in near_checkpoints:
+            directory = path_of(checkpoint_dir).absolute()
+            if directory == _near_directory:
                 return  # it belongs to a checkpoint that is not there yet, and --save may hang
             with contextlib.suppress(OSError):
-                if read_regular(path_of(checkpoint_dir) / METADATA_NAME, len(content)) == content:
+                if read_regular(directory / METADATA_NAME, len(content)) == content:
                     return
         original(config, checkpoint_dir)
 

@@ -1,0 +1,43 @@
+"""One rank of a tiny pretraining that counts the Python objects in its memory after two of its steps."""
+
+import gc
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pretrain_tiny
+from megatron.training import get_args
+from megatron.training import training as loop
+
+
+def count() -> Counter[str]:
+    """Returns how many objects of each type there are that the garbage collector tracks."""
+    gc.collect()
+    return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
+
+
+def main(arguments: list[str], folder: str) -> None:
+    """Pretrains with `arguments`; writes FOLDER/grownN.json, by how many there are more of each type.
+
+    The environment variable COUNTED names the two steps.
+    """
+    sys.argv = ["pretrain_tiny.py", *arguments]
+    first, last = map(int, os.environ["COUNTED"].split())
+    counts: dict[int, Counter[str]] = {}
+    take_step = loop.train_step
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        results = take_step(*args, **options)
+        step = get_args().curr_iteration
+        if step in (first, last):
+            counts[step] = count()
+        if step == last:
+            text = json.dumps(counts[last] - counts[first])
+            Path(folder, f"grown{os.environ['RANK']}.json").write_text(text)
+        return results
+
+    loop.train_step = train_step
+    pretrain_tiny.main()
