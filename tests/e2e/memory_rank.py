@@ -14,9 +14,17 @@ from megatron.training import training as loop
 
 
 def count() -> Counter[str]:
-    """Returns how many objects of each type there are that the garbage collector tracks."""
+    """Returns how many objects of each type there are that the garbage collector tracks.
+
+    Other threads stand still meanwhile: CPython cannot resize a tuple to which the list of objects refers.
+    """
     gc.collect()
-    return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        return Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects())
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def main(arguments: list[str], folder: str) -> None:
