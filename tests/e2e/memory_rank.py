@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pretrain_tiny
 from megatron.training import get_args
 from megatron.training import training as loop
+
+MOST_WAIT_SECONDS = 30.0
 
 
 def count() -> Counter[str]:
@@ -34,17 +37,22 @@ def main(arguments: list[str], folder: str) -> None:
     """
     sys.argv = ["pretrain_tiny.py", *arguments]
     first, last = map(int, os.environ["COUNTED"].split())
-    counts: dict[int, Counter[str]] = {}
+    begun: Counter[str] = Counter()
     take_step = loop.train_step
 
     def train_step(*args: Any, **options: Any) -> Any:
         results = take_step(*args, **options)
         step = get_args().curr_iteration
         if step in (first, last):
-            counts[step] = count()
+            loop.maybe_finalize_async_save(blocking=True)
+        if step == first:
+            begun.update(count())
         if step == last:
-            text = json.dumps(counts[last] - counts[first])
-            Path(folder, f"grown{os.environ['RANK']}.json").write_text(text)
+            deadline = time.monotonic() + MOST_WAIT_SECONDS
+            # Drains and deletions may be under way, and end.
+            while max((grown := count() - begun).values()) >= last - first and time.monotonic() < deadline:
+                time.sleep(0.5)
+            Path(folder, f"grown{os.environ['RANK']}.json").write_text(json.dumps(grown))
         return results
 
     loop.train_step = train_step
