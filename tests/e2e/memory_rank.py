@@ -33,10 +33,10 @@ def count() -> Counter[str]:
 def main(arguments: list[str], folder: str) -> None:
     """Pretrains with `arguments`; writes FOLDER/grownN.json, by how many there are more of each type.
 
-    The environment variable COUNTED names the two steps.
+    The environment variable COUNTED has the two steps, and by how many objects of a type memory may grow.
     """
     sys.argv = ["pretrain_tiny.py", *arguments]
-    first, last = map(int, os.environ["COUNTED"].split())
+    first, last, most = map(int, os.environ["COUNTED"].split())
     begun: Counter[str] = Counter()
     take_step = loop.train_step
 
@@ -48,10 +48,11 @@ def main(arguments: list[str], folder: str) -> None:
         if step == first:
             begun.update(count())
         if step == last:
-            deadline = time.monotonic() + MOST_WAIT_SECONDS
+            deadline, grown = time.monotonic() + MOST_WAIT_SECONDS, count() - begun
             # Drains and deletions may be under way, and end.
-            while max((grown := count() - begun).values()) >= last - first and time.monotonic() < deadline:
+            while grown and max(grown.values()) >= most and time.monotonic() < deadline:
                 time.sleep(0.5)
+                grown = count() - begun
             Path(folder, f"grown{os.environ['RANK']}.json").write_text(json.dumps(grown))
         return results
 
