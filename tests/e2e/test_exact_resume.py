@@ -21,7 +21,7 @@ def saves_reported(report: Path) -> list[tuple[int, str, str]]:
     return [(save["iteration"], save["mode"], save["state"]) for save in saves]
 
 
-@pytest.mark.parametrize("layout", reversed(LAYOUTS))
+@pytest.mark.parametrize("layout", list(reversed(LAYOUTS)))
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
 @pytest.mark.parametrize("mode", MODE)
 @pytest.mark.parametrize("writers", WRITERS)

@@ -1,5 +1,6 @@
 """Ranks of test_api.py."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -325,21 +326,24 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
     make_directory(Path(directory))
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
     request = dist_checkpointing.save(state(9), directory, strategy, async_sharded_save=True)
+    while not _open_files_below(directory):  # ended by the job's time limit
+        time.sleep(0.001)
     child = os.fork()
     if child == 0:
-        held = [
-            str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in os.listdir("/proc/self/fd") if _exists(fd)
-        ]
         fences.fence()  # the save is the parent's: nothing to wait for
-        os._exit(any(name.startswith(directory) for name in held))
+        os._exit(bool(_open_files_below(directory)))
     _, status = os.waitpid(child, 0)
     request.execute_sync()
     assert_loads(Path(directory), 9)
     report(folder, child=os.waitstatus_to_exitcode(status))
 
 
-def _exists(descriptor: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{descriptor}")
+def _open_files_below(directory: str) -> list[str]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself is gone
+            found.append(str(link.readlink()))
+    return [name for name in found if name.startswith(directory)]
 
 
 def switch_on(root: str, folder: str) -> None:
