@@ -106,7 +106,7 @@ def cat(
         content = find_content(source, key)
         wanted = parse_slice(part, content.global_shape)
         if target is not None:
-            _write(target, source, content, wanted, wanted_dtype)
+            _write(target, source, content, wanted, wanted_dtype, as_json)
         else:
             _print_tensor(source, content, wanted, wanted_dtype, as_json)
 
@@ -132,7 +132,10 @@ def _cat_stream(source: Source, key: str, target: Path | None, refused: bool, as
         with publish_on_exit(target) as temporary, open(temporary, "xb") as file:
             for buffer in source.open_stream(key):
                 file.write(buffer)
-        note(f"{target}: {size_text(size)}")
+        if as_json:
+            print_json({"target": str(target), "key": key, "bytes": size})
+        else:
+            note(f"{target}: {size_text(size)}")
     elif as_json:
         print_json({"key": key, "bytes": size})
     else:
@@ -229,7 +232,14 @@ def _stand_in(name: str) -> type:
     return type(own, (types.SimpleNamespace,), members)
 
 
-def _write(target: Path, source: Source, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
+def _write(
+    target: Path,
+    source: Source,
+    content: Content,
+    wanted: Slice,
+    dtype: torch.dtype | None,
+    as_json: bool,
+) -> None:
     from megatron_datastates.convert.sinks.npy import write_npy
     from megatron_datastates.format.values import element_bytes
 
@@ -237,6 +247,9 @@ def _write(target: Path, source: Source, content: Content, wanted: Slice, dtype:
     with advancing("reading", size) as progress:
         written = write_npy(target, content, wanted, dtype, progress, source.require_unchanged)
     name = str(written).removeprefix("torch.")
+    if as_json:
+        print_json({"target": str(target), "key": content.key, "dtype": name, "shape": wanted.kept_shape})
+        return
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
     format = "" if target.suffix == ".npy" else ", in the format of .npy files"
     note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}{format}")

@@ -91,7 +91,7 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
             if isinstance(error, ImportError):
                 _end_without_native_module(error)
             raise
-        print("datastates: interrupted", file=sys.stderr)
+        _complain("datastates: interrupted")
         sys.exit(INTERRUPTED)
     finally:
         if interrupts is not None:
@@ -113,7 +113,7 @@ def _end_without_output(error: OSError) -> None:
         os.dup2(nowhere, 2)
         sys.exit(NO_READER)
     place = "standard output" if error.filename is None else error.filename
-    print(f"datastates: {place}: {error.strerror}", file=sys.stderr)
+    _complain(f"datastates: {place}: {error.strerror}")
     sys.exit(2)
 
 
@@ -121,5 +121,13 @@ def _end_without_native_module(error: ImportError) -> None:
     from megatron_datastates.errors import NativeModuleError
 
     if isinstance(error, NativeModuleError):
-        print(f"datastates: {error}", file=sys.stderr)
+        _complain(f"datastates: {error}")
         sys.exit(2)
+
+
+def _complain(text: str) -> None:
+    """Prints a line to standard error. If that fails, as on a full disk, only the exit code says what was."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:  # what is still in the buffer would fail again, and the exit code would change
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

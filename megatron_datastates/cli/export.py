@@ -62,8 +62,7 @@ if TYPE_CHECKING:
 @click.option(
     "--vocab-size",
     metavar="N",
-    default=0,
-    show_default=False,
+    type=click.IntRange(min=1),
     help="With --hf: words in the vocabulary (default: what the stored arguments say).",
 )
 @click.option(
@@ -80,7 +79,7 @@ def export(
     memory: str,
     hf: bool,
     dtype: str,
-    vocab_size: int,
+    vocab_size: int | None,
     tokenizer: Path | None,
     iteration: int | None,
     as_json: bool,
@@ -111,7 +110,7 @@ def export(
         if shard_bytes < 1:
             raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
         if hf or dtype or vocab_size or tokenizer:
-            wanted = Wanted(dtype, vocab_size, tokenizer, shard_bytes, memory, as_json)
+            wanted = Wanted(dtype, vocab_size or 0, tokenizer, shard_bytes, memory, as_json)
             export_to_hugging_face(directory, target, wanted, possible=hf and not (keys or stacked))
             return
         from megatron_datastates.convert.open import open_source

@@ -71,11 +71,11 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
         runs = look_at_run(root)
         looks = runs or ([] if is_published(root) else look_at_others(root))
     held = near_iterations(near_run(near, root)) if near else {}
-    if as_json:
-        print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in looks])
     if not looks and not held:
         cannot(NotACheckpointError(why_no_run(root)))
-    if not as_json:
+    if as_json:
+        print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in looks])
+    else:
         _print(looks)
         if runs:
             _print_tracker(root, looks)

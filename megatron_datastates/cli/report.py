@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 20  # in the terminal; the page has all
 _MOST_LOADS = 5
+_PAGE, _PICTURE = "report.html", "report.png"  # of --out
 _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
 
 
@@ -76,7 +77,11 @@ def report(
         if picture is not None and picture.suffix.lower() != ".png":
             raise OptionError(f"--png {picture}: expected a name that ends in .png")
         found = read_reports(files)
-        for option, target in (("--html", page), ("--png", picture)):
+        targets: list[tuple[str, Path | None]] = [("--html", page), ("--png", picture)]
+        if folder is not None:
+            targets += [("--out", folder / _PAGE)] if page is None else []
+            targets += [("--out", folder / _PICTURE)] if picture is None else []
+        for option, target in targets:
             if target is not None and target.exists() and any(map(target.samefile, files)):
                 raise OptionError(f"{option} {target}: it is one of the files that are read: choose another")
         left_out = len(found.saves) - last if last is not None else 0
@@ -125,8 +130,8 @@ def _write(
     from megatron_datastates.reports.picture import draw, svg_text, write_png
 
     if folder is not None:
-        page = page or folder / "report.html"
-    wanted = picture or (folder / "report.png" if folder is not None else None)
+        page = page or folder / _PAGE
+    wanted = picture or (folder / _PICTURE if folder is not None else None)
     if page is None and wanted is None:
         return
     title = f"{counted(len(found.saves), 'save')}: {', '.join(path.name for path in files)}"

@@ -197,6 +197,13 @@ def test_cat_writes_part_by_part(tmp_path, monkeypatch):
     assert np.load(tmp_path / "t.npy").tobytes() == tensor[3:, 1:].numpy().tobytes()
 
 
+def test_cat_prints_json_of_what_it_writes(checkpoint, tmp_path):
+    printed = output_of("cat", checkpoint, "decoder.weight", "1,:,2", "--out", tmp_path / "w.npy", "--json")
+    assert json.loads(printed) == {
+        "target": str(tmp_path / "w.npy"), "key": "decoder.weight", "dtype": "float32", "shape": [3]
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["t.txt", "t"])
 def test_cat_says_which_format_a_file_of_another_name_has(checkpoint, tmp_path, name):
     result = call("cat", checkpoint, "scalar", "--out", tmp_path / name)

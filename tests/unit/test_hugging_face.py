@@ -192,6 +192,9 @@ def test_an_unknown_size_of_the_vocabulary_keeps_all_rows_and_says_so(tmp_path: 
     assert code == 0 and "all 13 rows of the embedding" in err and "--tokenizer DIR" in err
     assert len(exported(checkpoint, tmp_path / "cut", "--vocab-size", "12")["lm_head.weight"]) == 12
     assert "the embedding has only 13 rows" in refused(checkpoint, tmp_path / "no", "--vocab-size", "14")
+    for none in ("0", "-3"):
+        code, _, err = run("export", checkpoint, tmp_path / "no", "--hf", "--vocab-size", none)
+        assert code == 2 and "'--vocab-size'" in err and not (tmp_path / "no").exists()
 
 
 def test_a_size_of_the_vocabulary_that_the_tokenizer_does_not_go_by_is_not_believed(tmp_path: Path) -> None:

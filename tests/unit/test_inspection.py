@@ -247,6 +247,7 @@ def test_a_checkpoint_of_megatrons_legacy_format_is_named_and_left_to_megatron(t
 BAD = [
     ("ls {root}/nothing", "does not exist"),
     ("ls {empty}", "has no directory iter_*"),
+    ("ls {empty} --json", "has no directory iter_*"),
     ("show {empty}", "no"),
     ("show {checkpoint} 'nothing*'", "matches 'nothing*'"),
     ("show {checkpoint} 'nothing*' --optimizer", "matches 'nothing*'"),

@@ -414,6 +414,14 @@ def test_a_report_that_is_read_is_not_replaced_by_its_page(tmp_path: Path) -> No
     assert (tmp_path / "report.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["report.html", "report.png"])
+def test_a_report_that_is_read_is_not_replaced_by_what_out_writes(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(before := RUN.read_bytes())
+    code, out, err = run("report", tmp_path / name, "--out", tmp_path)
+    assert (code, out) == (2, "") and err.startswith(f"datastates: --out {tmp_path / name}: it is one of")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, before)]
+
+
 @pytest.mark.parametrize("option", ["--png", "--html"])
 def test_what_a_full_disk_has_no_room_for_replaces_nothing(option: str, tmp_path: Path) -> None:
     (target := tmp_path / "report.png").write_bytes(b"the last one")

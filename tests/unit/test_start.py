@@ -258,6 +258,12 @@ def test_an_output_that_cannot_be_written_is_one_line_and_not_a_faulty_checkpoin
     assert (done.returncode, done.stderr) == (2, text)
 
 
+@pytest.mark.parametrize("line", ["verify {golden} >/dev/full 2>/dev/full", "ls {golden}/none 2>/dev/full"])
+def test_errors_that_cannot_be_written_are_not_a_faulty_checkpoint(line: str):
+    command = f"{sys.executable} -m megatron_datastates {line.format(golden=GOLDEN)}"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 2
+
+
 def test_a_command_without_an_output_is_carried_out(root: Path):
     command = f"{sys.executable} -m megatron_datastates ls {root}"
     for line, expected in ((f"{command} >&-", 0), (f"{command}/none <&- 2>&-", 2)):

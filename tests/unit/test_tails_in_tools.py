@@ -120,6 +120,8 @@ def test_show_lists_streams(directory):
 def test_cat_writes_streams_to_files(directory, tmp_path):
     output_of("cat", directory, "planes", "--out", tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == STREAMS["planes"]
+    printed = json.loads(output_of("cat", directory, "planes", "--out", tmp_path / "g", "--json"))
+    assert printed == {"target": str(tmp_path / "g"), "key": "planes", "bytes": len(STREAMS["planes"])}
     assert "a stream of 1.05 MB" in output_of("cat", directory, "planes")
     assert "is a stream" in refused("cat", directory, "planes", ":3")
     assert output_of("cat", directory, "log").strip() == "2"  # the object of that name
