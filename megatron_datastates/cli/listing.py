@@ -74,7 +74,8 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     if not looks and not held:
         cannot(NotACheckpointError(why_no_run(root)))
     if as_json:
-        print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in looks])
+        rows = sorted([*looks, *_only_near(root, held, looks)], key=lambda look: look.iteration or 0)
+        print_json([_plain(look) | (_near_files(look, held) if near else {}) for look in rows])
     else:
         _print(looks)
         if runs:
@@ -98,6 +99,18 @@ def _plain(look: Look) -> dict[str, Any]:
         "problem": look.problem,
         "note": look.note,
     }
+
+
+def _only_near(root: Path, held: Mapping[int, Holding], looks: list[Look]) -> list[Look]:
+    """Returns a look at each iteration of the near tier that the run's directory has nothing of."""
+    from megatron_datastates.convert.look import UNFINISHED, Look
+    from megatron_datastates.format.directory import iteration_name
+
+    problem = "in the near tier, and not in the directory of the run yet"
+    return [
+        Look(root / iteration_name(number), number, "datastates", UNFINISHED, 0, "", problem=problem)
+        for number in held.keys() - {look.iteration for look in looks}
+    ]
 
 
 def _near_files(look: Look, held: Mapping[int, Holding]) -> dict[str, Any]:

@@ -66,10 +66,11 @@ def prune(
     """Remove old checkpoints of a run. Without --yes, only list what would be removed.
 
     The same rules apply to checkpoints of datastates and of torch_dist. Never removed: the newest complete
-    checkpoint, the one that Megatron's tracker names, damaged and unreadable ones, other formats, and
-    directories that a save may be writing to. Also removed, from checkpoints of datastates that are kept:
-    files that killed saves left and that no manifest names. If prune itself is killed, every remaining
-    checkpoint is complete, and the next call removes the rest.
+    checkpoint, the one that Megatron's tracker names, those that `datastates ls` shows as damaged or
+    unreadable (neither command reads data), other formats, and directories that a save may be writing to.
+    Also removed, from checkpoints of datastates that are kept: files that killed saves left and that no
+    manifest names. If prune itself is killed, every remaining checkpoint is complete, and the next call
+    removes the rest.
 
     In an object store (msc://PROFILE/PATH), unfinished uploads are aborted, too, if they are older than
     --min-age. Checkpoints of torch_dist stay there.

@@ -621,6 +621,10 @@ def test_ls_shows_on_which_nodes_each_iteration_is(
     assert next(row for row in rows if row["iteration"] == 2).items() >= {
         "near_files": 2, "near_copies": 1, "near_nodes": ["gpu-18", "gpu-17"]
     }.items()  # fmt: skip
+    assert [(row["iteration"], row["state"], row["near_files"]) for row in rows] == [
+        (1, "unfinished", 1), (2, "complete", 2)
+    ]  # fmt: skip
+    assert rows[0]["problem"] == "in the near tier, and not in the directory of the run yet"
     assert run("ls", nodes.run, "--near", "") == run("ls", nodes.run)
     (tmp_path / "empty").mkdir()
     code, out, _ = run("ls", nodes.run, "--near", tmp_path / "empty")
