@@ -254,6 +254,25 @@ def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
     saver.close()
 
 
+def test_files_of_others_are_durable_before_the_manifest_names_them(tmp_path, monkeypatch):
+    """Megatron writes its common state beside our files, and syncs nothing."""
+    synced: list[str] = []
+    sync, other = os.fsync, tmp_path / "other.pt"
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        assert not (tmp_path / MANIFEST_NAME).exists() or other.name in synced
+        sync(descriptor)
+
+    other.write_bytes(b"what another program has written")
+    monkeypatch.setattr(os, "fsync", fsync)
+    saver = new_saver()
+    extras = PublicationExtras(other_files=(other.name,))
+    assert saver.start(tmp_path, State(tensors(1)), extras=extras).wait() is Outcome.PUBLISHED
+    saver.close()
+    assert other.name in synced
+
+
 def test_names_above_the_directory_are_made_durable(tmp_path, monkeypatch):
     """Megatron makes the directory of an iteration, and syncs nothing."""
     synced: list[Path] = []
