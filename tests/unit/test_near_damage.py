@@ -9,6 +9,7 @@ import gc
 import itertools
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from tests.unit import ranks_in_turn
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, data_files
 from tests.unit.test_near_replicas import NEVER_FAR, Cluster
-from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_near_tier_trouble import next_job
 
 # -- what cannot be read for a moment ----------------------------------------------------------------------
@@ -155,6 +156,26 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     assert near is not None
     eventually(lambda: near.is_in_place)
     eventually(lambda: published_in(nodes.near(0, 3)) == first)
+    abandon(nodes)
+
+
+def test_a_rank_that_gives_up_keeps_what_it_has_stored_as_the_others_may_publish_it(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, faults=NEVER_FAR)
+    saves = [
+        saver.start(nodes.directory(1), state, far_published=nodes.ranks.note_far)
+        for saver, state in zip(nodes.ranks.savers, states_of(1), strict=True)
+    ]
+    while not saves[0].publisher.is_done:
+        for save in reversed(saves):
+            save.poll()
+    saves[0].abandon("its poll was interrupted")
+    assert saves[0].poll() is Outcome.FAILED
+    near = nodes.ranks.savers[0].near
+    assert near is not None
+    near.drain.note_published()  # a later save: from now on, what has failed goes
+    time.sleep(0.5)
+    assert published_in(nodes.near(0, 1)) == saves[0].save.context.save_id
+    assert len(data_files(nodes.near(0, 1))) == 1
     abandon(nodes)
 
 
