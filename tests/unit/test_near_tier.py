@@ -301,7 +301,7 @@ def test_a_copy_is_durable_before_it_has_its_name(
     sync, replace = os.fsync, os.replace
 
     def fsync(descriptor: int) -> None:
-        steps.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        steps.append(("sync", os.fspath(Path(f"/proc/self/fd/{descriptor}").readlink())))
         sync(descriptor)
 
     def rename(source: Path, target: Path) -> None:

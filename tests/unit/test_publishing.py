@@ -260,7 +260,7 @@ def test_files_of_others_are_durable_before_the_manifest_names_them(tmp_path, mo
     sync, other = os.fsync, tmp_path / "other.pt"
 
     def fsync(descriptor: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
         assert not (tmp_path / MANIFEST_NAME).exists() or other.name in synced
         sync(descriptor)
 
