@@ -159,6 +159,25 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     abandon(nodes)
 
 
+def test_what_is_gone_from_a_near_tier_when_all_are_durable_is_not_published(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    saves = [
+        saver.start(nodes.directory(2), state, far_published=nodes.ranks.note_far)
+        for saver, state in zip(nodes.ranks.savers, states_of(2), strict=True)
+    ]
+    eventually(lambda: all(save.save.is_durable for save in saves))
+    data_files(nodes.near(1, 2))[0].unlink()
+    while not saves[0].is_over:
+        for save in reversed(saves):
+            save.poll()
+    assert saves[0].outcome is Outcome.FAILED
+    assert f"were not found in {nodes.near(1, 2)}: data-00001" in str(saves[0].error)
+    assert published_in(nodes.near(1, 2)) is None
+    nodes.close()
+    nodes.check(1)
+
+
 def test_a_rank_that_gives_up_keeps_what_it_has_stored_as_the_others_may_publish_it(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, faults=NEVER_FAR)
     saves = [
