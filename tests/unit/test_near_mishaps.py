@@ -76,6 +76,19 @@ def test_a_copy_that_is_a_link_is_durable_before_it_counts(
     nodes.close()
 
 
+def test_a_copy_of_an_earlier_save_is_not_linked_where_it_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    nodes = Nodes(tmp_path, link_from=MIB, near_replicas=1, near_keep=2, drain_every=9)
+    for iteration in (1, 2):
+        nodes.ranks.save(nodes.directory(iteration), [Shards(rank, adapter_of(iteration)) for rank in (0, 1)])
+        (copied,) = nodes.near(0, iteration).glob("data-00001.1-*")
+        assert copied.read_bytes() == (nodes.near(1, iteration) / copied.name).read_bytes()
+        os.truncate(copied, MIB)
+    nodes.close()
+
+
 # -- restarts within the process ----------------------------------------------------------------------------
 
 
