@@ -16,21 +16,23 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near import copying, places, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.holdings import small_files_of
 from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.support.waiting import eventually
 from tests.unit import ranks_in_turn
 from tests.unit.command import run
-from tests.unit.states import OPTIONS, data_files
+from tests.unit.states import OPTIONS, data_files, flip, new_saver
 from tests.unit.test_near_replicas import NEVER_FAR, Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_near_tier_trouble import next_job
@@ -157,6 +159,24 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     eventually(lambda: near.is_in_place)
     eventually(lambda: published_in(nodes.near(0, 3)) == first)
     abandon(nodes)
+
+
+@pytest.mark.parametrize("name", ["index-*", "other.pt"])
+def test_no_damaged_small_file_is_taken_from_a_near_tier(name: str, tmp_path: Path) -> None:
+    (tmp_path / "other.pt").write_bytes(b"what another program has written")
+    saver = new_saver()
+    extras = PublicationExtras(other_files=("other.pt",))
+    assert saver.start(tmp_path, states_of(1)[0], extras=extras).wait() is Outcome.PUBLISHED
+    saver.close()
+    manifest = manifest_in(tmp_path)
+    assert manifest is not None
+    small_files_of(tmp_path, manifest)
+    (path,) = tmp_path.glob(name)
+    for at in range(0, path.stat().st_size, 7):
+        flip(path, at)
+        with pytest.raises(DataStatesError, match="SHA-256 differs"):
+            small_files_of(tmp_path, manifest)
+        flip(path, at)
 
 
 def test_what_is_gone_from_a_near_tier_when_all_are_durable_is_not_published(tmp_path: Path) -> None:
