@@ -94,7 +94,7 @@ def test_a_copy_of_an_earlier_save_is_not_linked_where_it_is_not_whole(
 def test_what_is_published_near_while_an_older_save_is_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two are another process's, and it renames its manifest right after this one has read the old one."""
+    """Another process renames the newer manifest right after this one has read the older one."""
     nodes = Nodes(tmp_path, faults="drain write:0:EIO")
     older = nodes.save(1).save.context.save_id
     folder = nodes.near(0, 1)
