@@ -95,9 +95,7 @@ def test_an_interrupt_while_records_are_exchanged_leaves_later_saves_alone(
     assert_saves(saver, tmp_path / "c")
 
 
-def test_what_was_being_published_is_published(
-    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def interrupt_while_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     look = Publisher.look
 
     def interrupted(publisher: Publisher, *, is_awaited: bool) -> None:
@@ -107,11 +105,33 @@ def test_what_was_being_published_is_published(
         look(publisher, is_awaited=is_awaited)
 
     monkeypatch.setattr(Publisher, "look", interrupted)
+
+
+def test_what_was_being_published_is_published(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_while_it_publishes(monkeypatch)
     publication = saver.start(tmp_path / "a", state(1))
     polled(publication)
     assert publication.wait() is Outcome.PUBLISHED
     assert ds.load(tmp_path / "a")["w0"].unique().tolist() == [1]
     assert_saves(saver, tmp_path / "b")
+
+
+@pytest.mark.parametrize("point", ["rename manifest", "durable manifest"])
+def test_what_was_interrupted_and_then_failed_keeps_its_file_where_a_manifest_names_it(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_while_it_publishes(monkeypatch)
+    saver = new_saver(faults=f"{point}:1:EIO")
+    publication = saver.start(tmp_path, state(1))
+    polled(publication)
+    assert publication.wait() is Outcome.FAILED
+    saver.close()
+    if point == "durable manifest":
+        assert ds.load(tmp_path)["w0"].unique().tolist() == [1]
+    else:
+        assert data_files(tmp_path) == []
 
 
 def test_an_interrupted_rank_keeps_a_file_that_a_manifest_may_name(

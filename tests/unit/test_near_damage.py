@@ -9,29 +9,32 @@ import gc
 import itertools
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
 
 import pytest
 
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near import copying, places, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.holdings import small_files_of
 from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.support.waiting import eventually
 from tests.unit import ranks_in_turn
 from tests.unit.command import run
-from tests.unit.states import OPTIONS, data_files
+from tests.unit.states import OPTIONS, data_files, flip, new_saver
 from tests.unit.test_near_replicas import NEVER_FAR, Cluster
-from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_near_tier_trouble import next_job
 
 # -- what cannot be read for a moment ----------------------------------------------------------------------
@@ -155,6 +158,63 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     assert near is not None
     eventually(lambda: near.is_in_place)
     eventually(lambda: published_in(nodes.near(0, 3)) == first)
+    abandon(nodes)
+
+
+@pytest.mark.parametrize("name", ["index-*", "other.pt"])
+def test_no_damaged_small_file_is_taken_from_a_near_tier(name: str, tmp_path: Path) -> None:
+    (tmp_path / "other.pt").write_bytes(b"what another program has written")
+    saver = new_saver()
+    extras = PublicationExtras(other_files=("other.pt",))
+    assert saver.start(tmp_path, states_of(1)[0], extras=extras).wait() is Outcome.PUBLISHED
+    saver.close()
+    manifest = manifest_in(tmp_path)
+    assert manifest is not None
+    small_files_of(tmp_path, manifest)
+    (path,) = tmp_path.glob(name)
+    for at in range(0, path.stat().st_size, 7):
+        flip(path, at)
+        with pytest.raises(DataStatesError, match="SHA-256 differs"):
+            small_files_of(tmp_path, manifest)
+        flip(path, at)
+
+
+def test_what_is_gone_from_a_near_tier_when_all_are_durable_is_not_published(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    saves = [
+        saver.start(nodes.directory(2), state, far_published=nodes.ranks.note_far)
+        for saver, state in zip(nodes.ranks.savers, states_of(2), strict=True)
+    ]
+    eventually(lambda: all(save.save.is_durable for save in saves))
+    data_files(nodes.near(1, 2))[0].unlink()
+    while not saves[0].is_over:
+        for save in reversed(saves):
+            save.poll()
+    assert saves[0].outcome is Outcome.FAILED
+    assert f"were not found in {nodes.near(1, 2)}: data-00001" in str(saves[0].error)
+    assert published_in(nodes.near(1, 2)) is None
+    nodes.close()
+    nodes.check(1)
+
+
+def test_a_rank_that_gives_up_keeps_what_it_has_stored_as_the_others_may_publish_it(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, faults=NEVER_FAR)
+    saves = [
+        saver.start(nodes.directory(1), state, far_published=nodes.ranks.note_far)
+        for saver, state in zip(nodes.ranks.savers, states_of(1), strict=True)
+    ]
+    while not saves[0].publisher.is_done:
+        for save in reversed(saves):
+            save.poll()
+    saves[0].abandon("its poll was interrupted")
+    assert saves[0].poll() is Outcome.FAILED
+    near = nodes.ranks.savers[0].near
+    assert near is not None
+    near.drain.note_published()  # a later save: from now on, what has failed goes
+    time.sleep(0.5)
+    assert published_in(nodes.near(0, 1)) == saves[0].save.context.save_id
+    assert len(data_files(nodes.near(0, 1))) == 1
     abandon(nodes)
 
 

@@ -15,16 +15,18 @@ import torch
 from megatron_datastates.config import MIB
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
+from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.near import copying, drain, places, replicas, room, tier
+from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.threads import ThreadPool
 from tests.support.waiting import PATIENCE_SECONDS, eventually
-from tests.unit.states import flip
+from tests.unit.states import data_files, flip
 from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 from tests.unit.test_two_files_a_rank import Shards, adapter_of
@@ -74,6 +76,61 @@ def test_a_copy_that_is_a_link_is_durable_before_it_counts(
         nodes.ranks.save(nodes.directory(iteration), [Shards(rank, adapter_of(iteration)) for rank in (0, 1)])
     assert synced == [("iter_0000002", True)] * 2
     nodes.close()
+
+
+def test_a_copy_of_an_earlier_save_is_not_linked_where_it_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    nodes = Nodes(tmp_path, link_from=MIB, near_replicas=1, near_keep=2, drain_every=9)
+    for iteration in (1, 2):
+        nodes.ranks.save(nodes.directory(iteration), [Shards(rank, adapter_of(iteration)) for rank in (0, 1)])
+        (copied,) = nodes.near(0, iteration).glob("data-00001.1-*")
+        assert copied.read_bytes() == (nodes.near(1, iteration) / copied.name).read_bytes()
+        os.truncate(copied, MIB)
+    nodes.close()
+
+
+def test_what_is_published_near_while_an_older_save_is_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process renames the newer manifest right after this one has read the older one."""
+    nodes = Nodes(tmp_path, faults="drain write:0:EIO")
+    older = nodes.save(1).save.context.save_id
+    folder = nodes.near(0, 1)
+    before = (folder / MANIFEST_NAME).read_bytes()
+    newer = nodes.save(1).save.context.save_id
+    (folder / MANIFEST_NAME).rename(folder / ".newer")
+    (folder / MANIFEST_NAME).write_bytes(before)
+
+    def meanwhile(path: Path) -> Manifest | None:
+        found = manifest_in(path)
+        if (path / ".newer").exists():
+            (path / ".newer").rename(path / MANIFEST_NAME)
+        return found
+
+    monkeypatch.setattr(places, "manifest_in", meanwhile)
+    remove_saves(folder, {older})
+    assert published_in(folder) == newer
+    assert [path.name for path in data_files(folder)] == [newer.data_file_name(0)]
+    abandon(nodes)
+
+
+@pytest.mark.parametrize("is_beside_another", [False, True])
+def test_what_an_earlier_job_left_stays_beside_files_of_a_job_that_may_be_running(
+    is_beside_another: bool, tmp_path: Path
+) -> None:
+    run, folder = tmp_path / "near", tmp_path / "near" / "iter_0000001"
+    folder.mkdir(parents=True)
+    earlier, own = SaveId(1, 1), SaveId(2, 1)
+    (folder / earlier.data_file_name(0)).touch()
+    jobs = EarlierJobs()
+    jobs.begin(run, own.run_id)
+    jobs.is_far = True
+    if is_beside_another:
+        (folder / SaveId(3, 1).data_file_name(0)).touch()
+    found = jobs.removable(run, tmp_path / "far", {own.run_id}, lambda published: published, lambda: True)
+    assert found == ([] if is_beside_another else [(folder, {earlier})])
 
 
 # -- restarts within the process ----------------------------------------------------------------------------

@@ -294,6 +294,28 @@ def test_a_copy_is_the_same_file(stored: tuple[Path, Manifest], tmp_path: Path) 
     assert copy(stored, tmp_path / "there").read_bytes() == (stored[0] / path.name).read_bytes()
 
 
+def test_a_copy_is_durable_before_it_has_its_name(
+    stored: tuple[Path, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[str, str]] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        steps.append(("sync", os.fspath(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        sync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        steps.append(("rename", os.fspath(source)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", rename)
+    copy(stored, tmp_path / "there")
+    temporary = steps[0][1]
+    assert temporary.endswith(".tmp")
+    assert steps == [("sync", temporary), ("rename", temporary), ("sync", os.fspath(tmp_path / "there"))]
+
+
 @pytest.mark.parametrize("place", [0, 5000, 7 * MIB, 17 * MIB + 3, -1, -4096])
 def test_a_flipped_bit_is_never_copied(place: int, stored: tuple[Path, Manifest], tmp_path: Path) -> None:
     (path,) = data_files(stored[0])

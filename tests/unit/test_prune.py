@@ -180,6 +180,12 @@ def test_what_a_link_leads_to_stays(root, tmp_path):
     assert removed(root, keep_last=2) == []  # that one counts all the same
 
 
+def test_a_checkpoint_stays_if_a_link_leads_to_something_in_it(root):
+    (root / "weights.bin").symlink_to(data_files(place(root, 200))[0])
+    assert removed(root, keep_last=1) == [100, 300, 400]
+    assert reasons(root, keep_last=1)[200] == "the link weights.bin points to it"
+
+
 @pytest.mark.parametrize("damage", [None, b"", b"overwritten"])
 def test_without_the_files_of_others_it_is_not_complete(root, tmp_path, damage):
     golden = Path(__file__).parents[1] / "golden" / "megatron-0.16"

@@ -394,14 +394,17 @@ def test_a_left_over_that_is_published_after_all_stays(root, monkeypatch):
     assert complete(root) == NUMBERS
 
 
-def test_a_manifest_that_was_taken_is_put_back_but_not_over_a_newer_one(root):
-    path = place(root, 100)
+def test_a_manifest_that_was_taken_is_put_back_but_not_over_a_newer_one(root, monkeypatch):
+    path, synced = place(root, 100), []
+    monkeypatch.setattr(pruning, "sync_directory", lambda path: synced.append(set(os.listdir(path))))
     for newer in (b"newer", None):
         (path / REMOVAL_NAME).write_bytes(b"taken")
         (path / MANIFEST_NAME).write_bytes(newer) if newer else (path / MANIFEST_NAME).unlink()
         _put_back(path / MANIFEST_NAME)
         assert (path / MANIFEST_NAME).read_bytes() == (newer or b"taken")
         assert not (path / REMOVAL_NAME).exists()
+    assert len(synced) == 2, "a crash leaves it in its place"
+    assert all(MANIFEST_NAME in names and REMOVAL_NAME not in names for names in synced)
 
 
 def test_a_directory_that_a_save_has_just_made_stays(root):

@@ -254,6 +254,25 @@ def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
     saver.close()
 
 
+def test_files_of_others_are_durable_before_the_manifest_names_them(tmp_path, monkeypatch):
+    """Megatron writes its common state beside our files, and syncs nothing."""
+    synced: list[str] = []
+    sync, other = os.fsync, tmp_path / "other.pt"
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        assert not (tmp_path / MANIFEST_NAME).exists() or other.name in synced
+        sync(descriptor)
+
+    other.write_bytes(b"what another program has written")
+    monkeypatch.setattr(os, "fsync", fsync)
+    saver = new_saver()
+    extras = PublicationExtras(other_files=(other.name,))
+    assert saver.start(tmp_path, State(tensors(1)), extras=extras).wait() is Outcome.PUBLISHED
+    saver.close()
+    assert other.name in synced
+
+
 def test_names_above_the_directory_are_made_durable(tmp_path, monkeypatch):
     """Megatron makes the directory of an iteration, and syncs nothing."""
     synced: list[Path] = []
@@ -334,22 +353,29 @@ def test_a_requeued_job_does_not_remove_what_its_predecessor_is_about_to_name(ru
     assert_holds(runs.directory, 1)
 
 
-def test_what_a_stalled_job_publishes_while_another_removes_what_was_left_stays(runs, monkeypatch):
+@pytest.mark.parametrize("after", ["the look at the manifest", "the look at ages"])
+def test_what_a_stalled_job_publishes_while_another_removes_what_was_left_stays(runs, monkeypatch, after):
     """Both waited for storage that hung for an hour, and go on at one time."""
     assert runs.start(0, 1).wait() is Outcome.PUBLISHED
     about_to_rename = runs.directory / ".datastates-manifest.tmp"
     (runs.directory / MANIFEST_NAME).rename(about_to_rename)
     for path in runs.directory.iterdir():
         os.utime(path, (0, 0))
-    look = atomic_files._runs_under_way
+    looks = {
+        "the look at the manifest": (directory_publisher, "files_in_manifest"),
+        "the look at ages": (atomic_files, "_runs_under_way"),
+    }
+    look = getattr(*looks[after])
 
     def meanwhile(*arguments: object) -> set[int]:
-        under_way = look(*arguments)
-        assert not under_way
-        about_to_rename.rename(runs.directory / MANIFEST_NAME)
-        return under_way
+        found = look(*arguments)
+        assert not found
+        if len(arguments) > 1:  # not the look at what is replaced
+            about_to_rename.touch()
+            about_to_rename.rename(runs.directory / MANIFEST_NAME)
+        return found
 
-    monkeypatch.setattr(atomic_files, "_runs_under_way", meanwhile)
+    monkeypatch.setattr(*looks[after], meanwhile)
     assert runs.start(1, 2).wait() is Outcome.PUBLISHED
     assert_holds(runs.directory, 1)
     assert verify(runs.directory).good

@@ -15,11 +15,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 from megatron_datastates.errors import NotACheckpointError, SaveFailedError
+from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.runs import format_of
 from tests.unit.command import run
-from tests.unit.states import SMALL
+from tests.unit.states import SMALL, State, new_saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 BOTH = "holds two checkpoints: .metadata is of torch_dist or DCP"
@@ -115,6 +118,28 @@ def test_a_save_replaces_a_checkpoint_of_megatrons(how: str, tmp_path: Path) -> 
     save_by_dcp(tmp_path, 3)
     with pytest.raises((NotACheckpointError, CheckpointException), match=BOTH):
         loaded(how, tmp_path)
+
+
+def test_metadata_json_is_durably_gone_before_what_it_describes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash could bring it back, and not the rest: no checkpoint would count."""
+    synced, sync = [], directory_publisher.sync_directory
+
+    def record(directory: Path) -> None:
+        synced.append((directory, names(directory) & {"metadata.json", ".metadata"}))
+        sync(directory)
+
+    save_by_dcp(tmp_path, 1)
+    (tmp_path / "metadata.json").write_text(TORCH_DIST_METADATA)
+    monkeypatch.setattr(directory_publisher, "sync_directory", record)
+    saver = new_saver()
+    extras = PublicationExtras(superseded=FILES_OF_TORCH_DIST)
+    publication = saver.start(tmp_path, State(state(2)), extras=extras)
+    assert publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    assert synced == [(tmp_path, {".metadata"})]
+    assert not names(tmp_path) & {"metadata.json", ".metadata"}
 
 
 @pytest.mark.parametrize("faults", ["rename manifest:1:EIO", "durable manifest:1:EIO"])

@@ -358,7 +358,7 @@ class Checkpoint:
             return
         begins, files = entry.file_offsets[touched], entry.files[touched]
         ends, data_ends = begins + entry.file_bytes[touched], self._data_ends[files]
-        beyond = (ends > data_ends) | (ends < begins)
+        beyond = ends > data_ends  # both parts of `ends` are below 2**62: see format/index.py
         if beyond.any():
             at = int(beyond.argmax())
             place = f"bytes [{begins[at]}, {ends[at]}) of {self.file_path(int(files[at]))}"

@@ -67,5 +67,4 @@ def _publish(path: Path, manifest: Manifest, encoded: bytes) -> None:
 
     manifest_path, content = path / MANIFEST_NAME, changed.encode()
     write_whole(manifest_path, content, Faults(""), manifest.save_id, before_rename=require_unchanged)
-    if entry.name != manifest.index.name:
-        (path / manifest.index.name).unlink(missing_ok=True)
+    (path / manifest.index.name).unlink(missing_ok=True)  # not the new one: keys are gone from that
