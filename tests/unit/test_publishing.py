@@ -652,7 +652,9 @@ def test_the_rank_whose_storage_hangs_says_so(tmp_path, monkeypatch, caplog, fau
     saver.close()
     found = [line for line in caplog.messages if "keeps all others waiting" in line]
     about_it = [line for line in found if said in line]  # on a busy machine, other steps may be late, too
-    assert bool(found) == bool(about_it) == bool(said) and len(about_it) <= 2
+    assert bool(found) == bool(about_it) == bool(said) and len(about_it) <= 10, (
+        "not at each of hundreds of polls"
+    )
     assert all(f"rank 0 on node {socket.gethostname()}" in line for line in found)
     assert all(str(tmp_path / "c") in line for line in found)
 
