@@ -305,9 +305,10 @@ SAVING = "megatron.training.checkpointing"
         (callers(SAVING), True),
         (callers("megatron_datastates.pipeline", "megatron.core.dist_checkpointing", SAVING), True),
         (callers("torch.utils", "someone.else", SAVING), False),
-        (callers("megatron.core", "megatronic", SAVING), False),
-        (callers("megatron.core", SAVING, name="load_checkpoint"), False),
-        (callers("megatron.core"), False),
+        (callers("megatron.core.utils", "megatronic", SAVING), False),
+        (callers("megatron.core.utils", SAVING, name="load_checkpoint"), False),
+        (callers("megatron.core.utils", "megatron.training.training", name="save_checkpoint"), False),
+        (callers("megatron.core.utils"), False),
     ],
 )
 def test_code_of_others_between_a_save_and_its_strategy_is_noticed(
@@ -987,6 +988,8 @@ def test_a_state_dict_that_is_saved_once_more_is_what_later_saves_are_prepared_b
     assert [id(one) for one in found.tensors] == list(map(id, tensors))
     assert found.described is None or found.described.addresses.tolist() == [t.data_ptr() for t in tensors]
     assert found.mutability == [Mutability.NOW] * 3 and len(classified) == count + 1
+    complete(*tensors)
+    assert saved().mutability == [Mutability.NOW] * 3, "the classification is that of the save itself"
 
 
 def test_a_negated_view_cannot_be_prepared() -> None:
