@@ -75,6 +75,14 @@ def test_data_is_durable_before_the_name_and_the_name_before_the_return(tmp_path
     assert steps == ["write", "fsync file", "replace", "fsync directory"]
 
 
+def test_a_name_is_durable_once_a_file_has_appeared(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(atomic_files, "sync_directory", synced.append)
+    with atomic_files.appearing(tmp_path / INDEX, SAVE) as temporary:
+        temporary.write_bytes(b"data")
+    assert synced == [tmp_path] and (tmp_path / INDEX).read_bytes() == b"data"
+
+
 def _kind_of(descriptor: int) -> str:
     return "directory" if Path(f"/proc/self/fd/{descriptor}").is_dir() else "file"
 
@@ -105,6 +113,13 @@ def test_a_directory_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch, 
 def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "none" / MANIFEST_NAME, b"data", NONE, SAVE)
+
+
+def raising(code):
+    def call(*_):
+        raise OSError(code, os.strerror(code))
+
+    return call
 
 
 def populate(directory: Path, names: list[str]) -> None:
@@ -177,6 +192,17 @@ def test_what_makes_the_others_a_checkpoint_of_torch_dist_is_removed_first(tmp_p
     monkeypatch.setattr(Path, "unlink", note)
     remove_replaced(tmp_path, {MANIFEST_NAME}, SAVE, (), FILES_OF_TORCH_DIST)
     assert removed[0] == ".metadata" and sorted(removed) == sorted(files)
+
+
+def test_nothing_is_removed_while_a_file_of_another_job_cannot_be_looked_at(tmp_path, monkeypatch):
+    """It may be young, and its job be saving."""
+    names = [MANIFEST_NAME, SaveId(4, 1).data_file_name(0), SaveId(7, 4).data_file_name(0)]
+    populate(tmp_path, names)
+    os.utime(tmp_path / names[1], (0, 0))
+    monkeypatch.setattr(atomic_files, "changed_at", raising(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        remove_replaced(tmp_path, set(), SAVE, ())
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
 def test_what_is_replaced_stays_while_its_run_saves_again(tmp_path):
