@@ -101,6 +101,15 @@ def test_memory_is_unmapped_once_no_save_reads_any(fence: Fence) -> None:
     assert seen == ["copies"] and fence.frees == before + 1
 
 
+def test_a_step_changes_nothing_before_the_fence(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, seen = reading(fence), list[float]()
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    monkeypatch.setattr(save, "fence", lambda reason: seen.append(float(weight)))
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert seen == [1.0] and float(weight) == 0.5 and not fence.has_saves
+
+
 @pytest.mark.parametrize(("is_stub", "has_stepped"), [(False, True), (False, False), (True, True)])
 def test_a_step_without_its_optimizers_fence_fails_the_saves(
     fence: Fence, is_stub: bool, has_stepped: bool
