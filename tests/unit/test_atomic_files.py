@@ -75,6 +75,14 @@ def test_data_is_durable_before_the_name_and_the_name_before_the_return(tmp_path
     assert steps == ["write", "fsync file", "replace", "fsync directory"]
 
 
+def test_a_name_is_durable_once_a_file_has_appeared(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(atomic_files, "sync_directory", synced.append)
+    with atomic_files.appearing(tmp_path / INDEX, SAVE) as temporary:
+        temporary.write_bytes(b"data")
+    assert synced == [tmp_path] and (tmp_path / INDEX).read_bytes() == b"data"
+
+
 def _kind_of(descriptor: int) -> str:
     return "directory" if Path(f"/proc/self/fd/{descriptor}").is_dir() else "file"
 
@@ -105,6 +113,13 @@ def test_a_directory_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch, 
 def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "none" / MANIFEST_NAME, b"data", NONE, SAVE)
+
+
+def raising(code):
+    def call(*_):
+        raise OSError(code, os.strerror(code))
+
+    return call
 
 
 def populate(directory: Path, names: list[str]) -> None:
@@ -142,7 +157,7 @@ def test_whose_the_files_of_the_checkpoint_are_is_not_asked(tmp_path, monkeypatc
 
 def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
     """Silent for an hour, or ten minutes if its run is continued; a run is as old as its youngest file."""
-    over, dead, slow, ending = SaveId(3, 1), SaveId(4, 1), SaveId(5, 1), SaveId(8, 1)
+    over, dead, slow, ending, silent = (SaveId(run, 1) for run in (3, 4, 5, 8, 2))
     younger = SaveId(SAVE.run_id, SAVE.ordinal + 1)
     left = [over.data_file_name(0), dead.data_file_name(0), dead.data_file_name(1)]
     kept = [SAVE.data_file_name(0), SaveId(6, 1).data_file_name(0)]  # the latter is named, as it is shared
@@ -150,6 +165,7 @@ def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
         slow.data_file_name(0),
         slow.data_file_name(1),
         ending.data_file_name(0),
+        silent.data_file_name(0),
         younger.data_file_name(0),
         MANIFEST_NAME,
         "notes",
@@ -157,10 +173,36 @@ def test_what_saves_of_dead_jobs_have_left_is_removed(tmp_path):
     populate(tmp_path, [*left, *kept])
     hour_ago = (tmp_path / MANIFEST_NAME).stat().st_mtime - atomic_files.MIN_AGE_SECONDS
     for name in {*left, *kept} - {slow.data_file_name(1), MANIFEST_NAME}:
-        since = hour_ago + {over: 3000, ending: 3010}.get(save_id_in_name(name), 0)
+        since = hour_ago + {over: 3000, ending: 3010, silent: 10}.get(save_id_in_name(name), 0)
         os.utime(tmp_path / name, (since, since))
     assert sorted(remove_replaced(tmp_path, set(kept[:2]), SAVE, (), continued={3, 8})) == sorted(left)
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
+
+
+def test_what_makes_the_others_a_checkpoint_of_torch_dist_is_removed_first(tmp_path, monkeypatch):
+    """A kill in between must not leave one that lacks files."""
+    files = ["__0_0.distcp", ".metadata", f".datastates-{MANIFEST_NAME}-{SaveId(7, 4)}.tmp"]
+    removed, unlink = [], Path.unlink
+    populate(tmp_path, [MANIFEST_NAME, *files])
+
+    def note(path, missing_ok=False):
+        removed.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", note)
+    remove_replaced(tmp_path, {MANIFEST_NAME}, SAVE, (), FILES_OF_TORCH_DIST)
+    assert removed[0] == ".metadata" and sorted(removed) == sorted(files)
+
+
+def test_nothing_is_removed_while_a_file_of_another_job_cannot_be_looked_at(tmp_path, monkeypatch):
+    """It may be young, and its job be saving."""
+    names = [MANIFEST_NAME, SaveId(4, 1).data_file_name(0), SaveId(7, 4).data_file_name(0)]
+    populate(tmp_path, names)
+    os.utime(tmp_path / names[1], (0, 0))
+    monkeypatch.setattr(atomic_files, "changed_at", raising(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        remove_replaced(tmp_path, set(), SAVE, ())
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
 def test_what_is_replaced_stays_while_its_run_saves_again(tmp_path):

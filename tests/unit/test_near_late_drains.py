@@ -301,6 +301,18 @@ def test_what_is_being_saved_again_is_not_deleted_where_few_checkpoints_are_kept
     assert tracked(left) == 150 and left.directory(200).exists() == own.exists() == is_saved_again
 
 
+def test_a_checkpoint_that_was_saved_once_more_is_not_deleted_as_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tracker names it already, as of an earlier save into the same directory."""
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
+    left = Nodes(tmp_path)
+    saved_before(with_tracker(left), 200)
+    left.close()
+    tracker_writing._track(left.run, 200, SaveId(1, 2), 1000, 1, False)
+    assert tracked(left) == 200 and (left.directory(200) / MANIFEST_NAME).exists()
+
+
 def test_a_tracked_checkpoint_that_can_never_be_read_does_not_stop_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
+import os
+import shutil
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import Options
 from megatron_datastates.errors import LoadFailedError, StorageError
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.load import agreement, opening, state
 from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -65,6 +68,39 @@ def test_the_checkpoint_that_a_training_loop_has_loaded_does_not_stay_in_memory(
     assert found[0]() is None
 
 
+def two_saves(folder: Path) -> tuple[Path, Path]:
+    """Returns the directories of two checkpoints whose manifests are of the same length."""
+    found: dict[int, Path] = {}
+    for number in itertools.count():
+        one = folder / str(number)
+        ds.save({"t": torch.ones(3)}, one)
+        size = (one / MANIFEST_NAME).stat().st_size
+        if size in found:
+            break
+        found[size] = one
+    return found[size], one
+
+
+@pytest.mark.parametrize("how", ["written in place", "moved, with the same time"])
+def test_another_manifest_is_read_by_the_next_load(tmp_path: Path, how: str) -> None:
+    """A program that copies checkpoints may write into the same file, or set the time of another."""
+    directory, other = two_saves(tmp_path)
+    first = opening.open_checkpoint(directory)
+    manifest = directory / MANIFEST_NAME
+    before = manifest.stat()
+    for path in other.iterdir():
+        if path.name != MANIFEST_NAME:
+            shutil.copy(path, directory)
+    if how == "written in place":
+        manifest.write_bytes((other / MANIFEST_NAME).read_bytes())
+        os.utime(manifest, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    else:
+        moved = Path(shutil.copy(other / MANIFEST_NAME, tmp_path))
+        os.utime(moved, ns=(before.st_atime_ns, before.st_mtime_ns))
+        moved.replace(manifest)
+    assert opening.open_checkpoint(directory).manifest.save_id != first.manifest.save_id
+
+
 def sums_of(*saves: SaveId | None) -> list[int]:
     opened = [None if save is None else (save, "index") for save in saves]
     return [sum(column) for column in zip(*map(agreement._terms, opened), strict=True)]
@@ -89,6 +125,11 @@ def test_ranks_with_the_same_save_are_equal(ranks: int) -> None:
     assert agreement._are_equal(sums_of(*[save] * ranks))
     assert agreement._are_equal(sums_of(*[save] * ranks, None, None))
     assert agreement._are_equal(sums_of(None, None))
+
+
+def test_ranks_whose_saves_agree_in_one_number_only_differ() -> None:
+    assert agreement._are_equal([2, 6, 8, 18, 32])
+    assert not agreement._are_equal([2, 6, 8, 18, 34]) and not agreement._are_equal([2, 6, 8, 20, 32])
 
 
 @pytest.mark.parametrize("others", [1, 2, 999])

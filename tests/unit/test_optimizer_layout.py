@@ -259,6 +259,43 @@ def test_buckets_whose_parameters_have_no_known_place_fit_only_the_same_split_of
     assert not optimizer_places.holds_the_same(described, unplaced, checkpoint), "nothing is known"
 
 
+W, N = shard("w", (4, 6), (0, 0), (4, 3)), shard("n", (5,), (0,), (5,))
+
+
+@pytest.mark.parametrize("is_placed", [True, False], ids=["placed", "without places"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        bucket(21, (0, 12, [W]), (14, 19, [N])),
+        bucket(20, (0, 12, [W]), (14, 20, [N])),
+        bucket(20, (0, 12, [W]), (13, 19, [N])),
+        bucket(20, (0, 12, [W])),
+        bucket(20, (0, 12, [W]), (14, 19, [N])) | {"name": "another"},
+    ],
+    ids=["elements", "end", "begin", "parameters", "name"],
+)
+def test_buckets_of_another_size_or_with_parameters_elsewhere_are_others(
+    other: dict[str, Any], is_placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = {"tensor": 1, "pipeline": 1, "expert": 1}
+    monkeypatch.setattr(optimizer_places, "parallel_sizes", lambda: split)
+    checkpoint: Any = SimpleNamespace(manifest=SimpleNamespace(parallel=split))
+
+    def described(one: dict[str, Any], *, is_main: bool = True) -> OptimizerMap:
+        parameters = [
+            each | {"shards": [shard | {"main": is_main} for shard in each["shards"] if is_placed]}
+            for each in one["parameters"]
+        ]
+        buckets = [one | {"parameters": parameters}]
+        return msgspec.convert({"format_version": 1, "buckets": buckets}, OptimizerMap)
+
+    same = bucket(20, (0, 12, [W]), (14, 19, [N]))
+    own = described(same)
+    for is_main in (True, False):  # each rank describes its own view
+        assert optimizer_places.holds_the_same(described(same, is_main=is_main), own, checkpoint)
+    assert not optimizer_places.holds_the_same(described(other), own, checkpoint)
+
+
 # -- refusing -----------------------------------------------------------------------------------------------
 
 

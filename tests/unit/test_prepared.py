@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.training import checkpointing
@@ -101,6 +106,7 @@ CHANGES: list[Callable[[Any], object]] = [
     transpose_in_memory,
     lambda model: model[2].weight.requires_grad_(True),
     lambda model: model[0].register_state_dict_post_hook(lambda *_: None),
+    lambda model: model[0].register_state_dict_pre_hook(lambda *_: None),
     lambda model: setattr(model[0], "sharded_state_dict", lambda: {}),
     lambda model: setattr(model[0], "state_dict", lambda: {}),
     lambda model: setattr(model[0], "_save_to_state_dict", lambda: {}),
@@ -200,6 +206,24 @@ def test_complex_tensors_are_not_located_as_each_may_be_a_conjugated_view() -> N
     assert exchange.located(tensors, [torch.Tensor], described.facts, described.addresses) is None
 
 
+def test_a_complex_tensor_that_becomes_a_conjugated_view_is_noticed() -> None:
+    """Dtype, shape, strides and memory are what they were; the values in that memory are not."""
+    model = make()
+    model.register_buffer("phases", torch.zeros(4, dtype=torch.complex64))
+    survey = Survey([model], no_optimizer())
+    survey.tensors_if_unchanged(no_optimizer())
+    model.phases.data = model.phases.data.conj()
+    with pytest.raises(UnprovableError, match="a negated or conjugated view"):
+        survey.tensors_if_unchanged(no_optimizer())
+
+
+def test_parameters_that_state_dicts_gather_over_ranks_cannot_be_prepared() -> None:
+    model = make()
+    model[0].weight.is_gtp_weight_remat = True
+    with pytest.raises(UnprovableError, match="gather parameters over ranks"):
+        Survey([model], no_optimizer())
+
+
 def test_a_look_asks_only_tensors_that_have_moved_what_releases_the_gil(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,6 +265,26 @@ def test_memory_that_was_freed_since_the_look_is_looked_for(monkeypatch: pytest.
         assert again.described.addresses[freed] == 0
 
 
+def test_memory_that_another_thread_frees_during_the_look_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fences.install()
+    preparation = prepared.Preparation.__new__(prepared.Preparation)
+    model = make()
+    preparation._survey = Survey([model], no_optimizer())
+    look = preparation._survey.tensors_if_unchanged
+
+    def look_beside_another(optimizer: Any) -> Any:
+        found = look(optimizer)
+        torch.zeros(4).untyped_storage().resize_(0)
+        return found
+
+    monkeypatch.setattr(prepared, "is_megatrons_alone", lambda: True)
+    monkeypatch.setattr(preparation._survey, "tensors_if_unchanged", look_beside_another)
+    preparation.require_unchanged({"optimizer": no_optimizer()})
+    assert preparation._found_again() is not preparation._current and model is not None
+
+
 def callers(*homes: str, name: str = "save_checkpoint") -> Callable[[], bool]:
     """Returns a function that asks is_megatrons_alone through functions of these modules, last one first."""
     ask: Callable[[], bool] = is_megatrons_alone
@@ -261,9 +305,10 @@ SAVING = "megatron.training.checkpointing"
         (callers(SAVING), True),
         (callers("megatron_datastates.pipeline", "megatron.core.dist_checkpointing", SAVING), True),
         (callers("torch.utils", "someone.else", SAVING), False),
-        (callers("megatron.core", "megatronic", SAVING), False),
-        (callers("megatron.core", SAVING, name="load_checkpoint"), False),
-        (callers("megatron.core"), False),
+        (callers("megatron.core.utils", "megatronic", SAVING), False),
+        (callers("megatron.core.utils", SAVING, name="load_checkpoint"), False),
+        (callers("megatron.core.utils", "megatron.training.training", name="save_checkpoint"), False),
+        (callers("megatron.core.utils"), False),
     ],
 )
 def test_code_of_others_between_a_save_and_its_strategy_is_noticed(
@@ -312,6 +357,12 @@ class Hooked(torch.nn.Linear):
         self.register_state_dict_post_hook(lambda *_: None)
 
 
+class HookedBefore(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_pre_hook(lambda *_: None)
+
+
 def overridden() -> torch.nn.Module:
     module = torch.nn.Linear(2, 2)
     module.state_dict = lambda: {}  # type: ignore[assignment,method-assign]
@@ -331,7 +382,7 @@ def set_on_one() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "module", [lambda: Own(2, 2), Hooked, overridden, set_on_one, lambda: Decorated(2, 2)]
+    "module", [lambda: Own(2, 2), Hooked, HookedBefore, overridden, set_on_one, lambda: Decorated(2, 2)]
 )
 def test_code_that_nobody_knows_is_not_trusted(module: Callable[[], Any]) -> None:
     with pytest.raises(UnprovableError, match="may change the state dict"):
@@ -484,6 +535,24 @@ def test_a_thin_state_dict_that_lacks_a_chunk_is_not_saved() -> None:
         preparation.require_used()
     assert "0._extra_state" in chunk.sharded_state_dict() and len(model) == 1
     preparation.require_used()
+
+
+def test_each_save_must_ask_for_all_and_lists_the_objects_without_a_value_anew() -> None:
+    model, preparation, objects = with_extra_states(None, None)
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    full = preparation.empty_objects(empty_keys(objects), is_thin=False)
+    preparation.is_complete, preparation._conditions = True, prepared._conditions(call)
+    preparation.require_conditions(call)
+    preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    preparation.require_used()
+    assert preparation.empty_objects((), is_thin=True) == full
+    preparation.require_conditions(call)
+    with pytest.raises(UnprovableError, match="did not ask for the state"):
+        preparation.require_used()
+    model[0].scale = io.BytesIO(b"scales")
+    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    assert "0._extra_state" in thin
+    assert preparation.empty_objects((), is_thin=True) == full[1:], "an object would be stored twice"
 
 
 def test_a_layer_with_two_names_has_an_extra_state_under_each() -> None:
@@ -668,6 +737,20 @@ def test_views_follow_their_tensor_to_other_memory() -> None:
     assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()
 
 
+def test_views_of_a_weight_within_a_larger_buffer_follow_it() -> None:
+    """Megatron's distributed optimizer lays all weights of a model into one buffer."""
+    buffer = torch.arange(100.0)
+    weight = torch.nn.Parameter(torch.zeros(4, 3))
+    weight.data = buffer[5:17].view(4, 3)
+    part = torch.chunk(weight, 2)[1]
+    row = prepared._row("w", part, {id(weight): 7})
+    assert row.view is not None and row.offset == 24
+    assert prepared._view(weight, row.view).tolist() == part.tolist() == weight[2:].tolist()
+    weight.data = buffer[50:62].view(4, 3)
+    found = prepared._view(weight, row.view)
+    assert found.tolist() == weight[2:].tolist() and found.data_ptr() == weight.data_ptr() + row.offset
+
+
 def prepare(model: Any) -> tuple[prepared.Preparation, dict[str, Any], Tensors]:
     """Returns what a full save of one weight prepares, the arguments of that save, and what it has stored."""
     call = {"model": [model], "optimizer": no_optimizer(), "args": None}
@@ -773,6 +856,45 @@ def test_after_a_prepared_save_that_came_to_nothing_the_next_one_is_full() -> No
         preparation.require_conditions(call)
 
 
+def test_so_it_is_after_one_that_came_to_nothing_later() -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    preparation.require_unchanged(call)
+    preparation.tensors(lambda: nothing_promised, is_lazy=False)
+    preparation.release()
+    preparation.require_conditions(call)
+    preparation.release()
+    with pytest.raises(UnprovableError, match="did not complete its preparation"):
+        preparation.require_conditions(call)
+
+
+ARGUMENTS_THAT_DECIDE = [
+    *("ckpt_format", "no_save_optim", "use_distributed_optimizer"),
+    *("ckpt_fully_parallel_save", "ckpt_fully_parallel_save_process_group"),
+]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_THAT_DECIDE)
+def test_each_argument_that_decides_what_ranks_store_is_compared(name: str) -> None:
+    call = {"model": [make()], "optimizer": no_optimizer()}
+    arguments = types.SimpleNamespace(**dict.fromkeys(ARGUMENTS_THAT_DECIDE, "one"))
+    noted = prepared._conditions(call | {"args": arguments})
+    assert prepared._conditions(call | {"args": copy.copy(arguments)}) == noted
+    setattr(arguments, name, "another")
+    assert prepared._conditions(call | {"args": arguments}) != noted
+
+
+@pytest.mark.parametrize("changed", ["rank", "size"])
+def test_another_world_at_the_same_address_is_noticed(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=world))
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    monkeypatch.setattr(world, changed, lambda: 2, raising=False)
+    with pytest.raises(UnprovableError, match="the arguments of the save have changed"):
+        preparation.require_conditions(call)
+
+
 def test_arguments_are_compared_by_their_values() -> None:
     one: list[Any] = [1, {"a": (2, None)}]
     noted = prepared._plain({"x": one})
@@ -787,10 +909,87 @@ def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:
         prepared._row("w", weight.detach().clone(), {id(weight): 0})
 
 
-def test_a_view_of_another_dtype_cannot_be_prepared() -> None:
-    weight = torch.zeros(4)
+@pytest.mark.parametrize(
+    ("weight", "view"),
+    [
+        (torch.zeros(4), lambda weight: weight.view(torch.int16)),
+        (torch.zeros(4, dtype=torch.complex64), torch.view_as_real),  # of which torch notes the base
+    ],
+)
+def test_a_view_of_another_dtype_cannot_be_prepared(weight: torch.Tensor, view: Callable[[Any], Any]) -> None:
     with pytest.raises(UnprovableError, match="'w' is made anew"):
-        prepared._row("w", weight.view(torch.int16), {id(weight): 0})
+        prepared._row("w", view(weight), {id(weight): 0})
+
+
+def test_a_quantized_tensor_cannot_be_prepared() -> None:
+    """What is stored of it is a copy, made for one save; a prepared save would store its own bytes."""
+    model, found = make(), Tensors()
+    preparation = prepared.Preparation({"model": [model], "optimizer": no_optimizer(), "args": None})
+    found.add("w", model[0].weight.detach().clone(), Mutability.NEVER)
+    with pytest.raises(UnprovableError, match="'w' is quantized"):
+        preparation.complete({}, found, [model[0].weight])
+    assert not preparation.is_complete
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ShardedTensor.from_rank_offsets,
+        lambda key, data: ShardedTensorFactory(key, data, lambda *_: [], lambda loaded: loaded),
+    ],
+    ids=["tensor", "factory"],
+)
+def test_a_state_dict_without_tensors_that_megatron_has_made_cannot_be_prepared(
+    left_out: Callable[..., Any],
+) -> None:
+    """The program may leave them out of one save alone."""
+    model, found = make(), Tensors()
+    preparation = prepared.Preparation({"model": [model], "optimizer": no_optimizer(), "args": None})
+    state: dict[str, Any] = {
+        "weight": ShardedTensor.from_rank_offsets("weight", model[0].weight),
+        "bias": left_out("bias", model[0].bias),
+    }
+    preparation.note_models({"model": [model], "optimizer": no_optimizer()}, {"model": state})
+    found.add("weight", model[0].weight, Mutability.NOW)
+    preparation.complete({"model": state}, found, found.tensors[:])
+    del state["bias"]
+    with pytest.raises(UnprovableError, match="left out tensors"):
+        preparation.complete({"model": state}, found, found.tensors[:])
+
+
+def test_a_state_dict_that_is_saved_once_more_is_what_later_saves_are_prepared_by() -> None:
+    model, padding = make(), [torch.zeros(2), torch.zeros(3)]
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    preparation, classified = prepared.Preparation(call), list[Any]()
+
+    def classifier() -> Any:
+        classified.append(0)
+        return nothing_promised
+
+    def saved() -> Tensors:
+        preparation.require_conditions(call)
+        preparation.require_unchanged(call)
+        return preparation.tensors(classifier, is_lazy=False)
+
+    def complete(*tensors: Any) -> None:
+        found = Tensors()
+        for number, tensor in enumerate(tensors):
+            found.add(str(number), tensor, Mutability.AT_FENCE)
+        preparation.complete({}, found, found.tensors[:])
+
+    preparation._padding = padding[:1]
+    complete(model[0].weight, padding[0])
+    first = saved()
+    assert [one.data_ptr() for one in first.tensors] == [model[0].weight.data_ptr(), padding[0].data_ptr()]
+    preparation._padding = padding
+    complete(padding[1], model[2].weight, model[0].weight)
+    tensors, count = [padding[1], model[2].weight, model[0].weight], len(classified)
+    found = saved()
+    assert [id(one) for one in found.tensors] == list(map(id, tensors))
+    assert found.described is None or found.described.addresses.tolist() == [t.data_ptr() for t in tensors]
+    assert found.mutability == [Mutability.NOW] * 3 and len(classified) == count + 1
+    complete(*tensors)
+    assert saved().mutability == [Mutability.NOW] * 3, "the classification is that of the save itself"
 
 
 def test_a_negated_view_cannot_be_prepared() -> None:

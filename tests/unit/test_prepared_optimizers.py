@@ -23,7 +23,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
-from megatron_datastates.mcore.save import thin_states
+from megatron_datastates.mcore.save import prepared, thin_states
 from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
@@ -323,6 +323,15 @@ def test_links_that_join_another_chain_are_noticed() -> None:
             survey.tensors_if_unchanged(other)
 
 
+def test_a_link_that_has_no_parameters_any_more_is_noticed() -> None:
+    model = make_model()
+    links = [float16(one) for one in model]
+    survey = Survey([model], chain_of(*links))
+    links[1].is_stub_optimizer = True
+    with pytest.raises(UnprovableError, match="an optimizer was added, removed or replaced"):
+        survey.tensors_if_unchanged(chain_of(*links))
+
+
 class OwnStateDict(torch.optim.Adam):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict()
@@ -406,6 +415,35 @@ def test_our_own_hook_of_an_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(DistributedOptimizer, name, hooked)
     optimizer = distributed(make_model())
     assert optimizers_in(optimizer) == [optimizer]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(fp32, "is not stored$"), (distributed, "not stored in buckets"), (layer_wise, "is not stored$")],
+)
+def test_a_save_without_the_optimizers_state_cannot_be_prepared(kind: Callable[..., Any], why: str) -> None:
+    """Later ones, with the same arguments, may have it."""
+    model = make_model()
+    optimizer = kind(fp32(model)) if kind is layer_wise else kind(model)
+    call = {"model": [model], "optimizer": optimizer, "args": None}
+    preparation = prepared.Preparation(call)
+    with pytest.raises(UnprovableError, match=why):
+        preparation.note_models(call, {"model": shards(model)})
+
+
+@pytest.mark.parametrize("kind", [fp32, distributed])
+def test_a_thin_state_dict_that_lacks_an_optimizer_is_not_saved(kind: Callable[..., Any]) -> None:
+    model = make_model()
+    optimizer = kind(model)
+    call = {"model": [model], "optimizer": optimizer, "args": None}
+    preparation = prepared.Preparation(call)
+    preparation.note_buckets(optimizer, {}, [])
+    preparation.note_models(call, {"model": shards(model), "optimizer": {}})
+    preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
+    with pytest.raises(UnprovableError, match="1 model chunks and 1 optimizers"):
+        preparation.require_used()
+    preparation.note_asked(optimizer) if kind is fp32 else preparation.thin_buckets(optimizer)
+    preparation.require_used()
 
 
 class DerivedLayerWise(LayerWiseDistributedOptimizer):

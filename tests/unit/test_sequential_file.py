@@ -126,5 +126,18 @@ def test_a_short_file_that_cannot_be_synced_is_removed(
     assert not (tmp_path / "file").exists()
 
 
+def test_a_long_file_that_cannot_be_synced_is_not_finished(tmp_path: Path) -> None:
+    engine = StagingEngine(dataclasses.replace(OPTIONS, checksums=False, faults="sync:1:EIO"))
+    try:
+        file = SequentialFile(engine, tmp_path / "file", 10 * BUFFER, BUFFER)
+        file.write(bytes(10 * BUFFER))
+        with pytest.raises(FailedCallError, match="Input/output error"):
+            file.finish()
+        file.remove()
+    finally:
+        engine.close()
+    assert not (tmp_path / "file").exists()
+
+
 def test_what_cannot_be_asked_for_counts_as_not_in_memory(tmp_path: Path) -> None:
     assert not is_in_memory(tmp_path / "missing") and not is_in_memory(tmp_path)

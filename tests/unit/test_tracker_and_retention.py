@@ -24,6 +24,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
+from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import runs
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
@@ -223,6 +224,106 @@ def test_the_garbage_collector_runs_during_a_deletion(root: Path, monkeypatch: p
     assert collects == [False], "as Megatron has it"
     retention.wrap_async_delete_checkpoint_impl(original)(str(root), 100)
     assert collects == [False, True]
+
+
+def being_saved(directory: Path) -> Any:
+    """Returns what retention looks at of an asynchronous save."""
+    context = SimpleNamespace(directory=directory)
+    return SimpleNamespace(outcome=Outcome.PENDING, save=SimpleNamespace(context=context))
+
+
+def test_what_saves_are_writing_is_not_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback, say, into a directory that an earlier save had completed."""
+    monkeypatch.setattr(retention, "_under_way", [])
+    (root / TRACKER_NAME).write_text("200")
+    again, other = being_saved(root / "iter_0000100"), being_saved(root / "iter_0000400")
+    retention.note(again)
+    retention.note(other)
+    assert not deleted(root, 100) and retention.deletable(root, 1) == []
+    other.outcome = Outcome.PUBLISHED
+    assert not deleted(root, 100) and retention.deletable(root, 1) == []
+    again.outcome, other.outcome = Outcome.PUBLISHED, Outcome.PENDING
+    assert deleted(root, 100) and retention.deletable(root, 1) == [root / "iter_0000100"]
+
+
+def test_what_is_about_to_be_saved_is_not_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(save=str(root), rank=1)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
+    (root / TRACKER_NAME).write_text("200")
+    with retention.saving(100):
+        assert not deleted(root, 100) and retention.deletable(root, 1) == []
+    assert deleted(root, 100) and retention.deletable(root, 1) == [root / "iter_0000100"]
+
+
+def test_a_save_waits_while_retention_deletes_its_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = SimpleNamespace(save=str(root), rank=1)
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
+    (root / TRACKER_NAME).write_text("200")
+    begun, goes_on, is_over = threading.Event(), threading.Event(), []
+
+    def delete(path: str, number: int) -> None:
+        begun.set()
+        assert goes_on.wait(10.0)
+        is_over.append(True)
+
+    impl = retention.wrap_async_delete_checkpoint_impl(delete)
+    thread = threading.Thread(target=impl, args=(str(root), 100))
+    thread.start()
+    assert begun.wait(10.0)
+    with retention.saving(400):
+        assert is_over == [], "that is another directory"
+    threading.Timer(0.2, goes_on.set).start()
+    with retention.saving(100):
+        assert is_over == [True]
+    thread.join()
+
+
+def test_a_save_waits_until_megatron_has_deleted_its_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    waits: list[bool] = []
+    monkeypatch.setattr(checkpointing, "get_args", lambda: SimpleNamespace(save=str(root), rank=0))
+    monkeypatch.setattr(
+        checkpointing, "finalize_deletion_processes", lambda blocking: waits.append(blocking), raising=False
+    )
+    monkeypatch.setattr(tracker_writing, "_is_near", False)
+    for iteration in (100, 400):
+        with retention.saving(iteration):
+            assert waits == [True]
+
+
+def test_what_is_saved_near_is_not_deleted_by_megatrons_retention(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--save may not have a newer one yet: the drain deletes, once it has."""
+    (root / TRACKER_NAME).write_text("200")
+    monkeypatch.setattr(tracker_writing, "_is_near", True)
+    assert not deleted(root, 100) and (root / "iter_0000100" / OURS).exists()
+
+
+def test_a_cleanup_leaves_links_and_what_is_newer_than_any_complete_one(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for iteration in (50, 60):
+        (root / f"iter_{iteration:07d}").mkdir()
+    elsewhere = tmp_path_factory.mktemp("archive") / "iter_0000070"
+    elsewhere.mkdir()
+    (elsewhere / OURS).write_text("")
+    (root / "iter_0000070").symlink_to(elsewhere)
+    names = [one.name for one in retention.deletable(root, 1)]
+    assert names == ["iter_0000050", "iter_0000060", "iter_0000100"]
+
+
+def test_a_tracker_is_repaired_by_another_file(root: Path) -> None:
+    """A kill while it is written would leave it empty, as what had damaged it did."""
+    tracker, before = root / TRACKER_NAME, root / "before"
+    tracker.write_text("damaged")
+    before.hardlink_to(tracker)
+    tracker_recovery.mend(tracker)
+    assert (tracker.read_text(), before.read_text()) == ("200", "damaged")
 
 
 def test_retention_never_deletes_the_latest_checkpoint(root):
