@@ -33,7 +33,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher, lateness
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.saving import postponement, stable
+from megatron_datastates.pipeline.saving import links, postponement, stable
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.links import Identity, Link, SharedFile
 from megatron_datastates.pipeline.saving.records import DurableFile
@@ -450,6 +450,29 @@ def test_an_interrupt_leaves_no_job_that_nobody_ends(link):
 
 
 # -- saves that fail, and saves side by side ------------------------------------------------------------
+
+
+def test_a_link_is_durable_before_a_manifest_names_it(
+    linking: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, second = state_of(), tmp_path / "run" / "second"
+    save(linking, tmp_path / "run" / "first", state)
+    steps, sync, replace = list[tuple[str, Path]](), links.sync_directory, os.replace
+
+    def synced(directory: Path) -> None:
+        assert stable_file(second).exists()
+        steps.append(("sync", directory))
+        sync(directory)
+
+    def renamed(source: Path, target: Path) -> None:
+        steps.append(("rename", target))
+        replace(source, target)
+
+    monkeypatch.setattr(links, "sync_directory", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    save(linking, second, state)
+    assert ("sync", second) in steps[: steps.index(("rename", second / MANIFEST_NAME))]
+    check(second, state)
 
 
 @pytest.mark.parametrize("fault", ["sync link:1:EIO", "write index:2:EIO", "write manifest:2:EIO"])

@@ -385,19 +385,21 @@ def test_a_folder_with_a_damaged_manifest_and_another_directory_goes(tmp_path: P
 
 
 def test_a_file_that_vanishes_in_save_keeps_no_later_checkpoint_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(drain, "_PAUSES", (3600.0,))  # node 1 tries again when it has another save
     nodes = Nodes(tmp_path, {}, {"faults": "drain write:1:EIO"})
     nodes.save(1)
     (file,) = nodes.near(0, 1).glob("data-00000-*")
-    first = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
+    first, other = (saver.near.drain for saver in nodes.ranks.savers)  # type: ignore[union-attr]
     eventually(lambda: any(file.name in save.arrived for save in first._to_publish))  # rank 0 has seen it
+    eventually(lambda: [save.attempts for save in other._to_copy] == [1])  # nobody writes there any more
     shutil.rmtree(nodes.directory(1))
     nodes.save(2)
-    eventually(lambda: nodes.is_far(2))
+    eventually(lambda: nodes.is_far(2) and not first._to_publish)  # the first one can never be whole
     nodes.close()
     nodes.check(2)
+    assert "files are missing there, and iter_0000002 is complete" in caplog.text
 
 
 @pytest.mark.parametrize("faults", ["", "drain write:0:EIO"], ids=["", "--save fails"])

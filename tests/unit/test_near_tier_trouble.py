@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import threading
@@ -299,6 +300,27 @@ def test_a_failed_save_into_the_folder_of_a_published_one_takes_nothing_of_it(tm
     nodes.close()
     for iteration in (1, 2, 3):
         nodes.check(iteration)
+
+
+def test_a_manifest_near_whose_rename_was_made_and_reported_as_failed_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load may find it: without its files, it would be a lost checkpoint."""
+    nodes, replace = Nodes(tmp_path, {}, {"near": ""}), os.replace  # only one node has a near tier
+
+    def replace_and_fail(source: Path, target: Path) -> None:
+        replace(source, target)
+        if target.name == MANIFEST_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", replace_and_fail)
+    failed = nodes.save(1)
+    assert failed.outcome is Outcome.FAILED and "its files were kept" in str(failed.error)
+    manifest = manifest_in(nodes.near(0, 1))
+    assert manifest is not None
+    there = [*data_files(nodes.near(0, 1)), *data_files(nodes.directory(1))]
+    assert [file.name for file in manifest.files] == [path.name for path in there]
+    abandon(nodes)
 
 
 # -- the drain -------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from megatron_datastates.pipeline.loading import load as load_module
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher, lateness, presence
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.indexes import IndexExchange
 from megatron_datastates.pipeline.runs.branches import Origin
@@ -576,6 +577,30 @@ def test_a_failed_save_leaves_no_index(tmp_path, monkeypatch):
     assert save(saver, tmp_path, tensors(1)).outcome is Outcome.FAILED
     saver.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_of_a_new_world_is_published_after_one_of_the_old_world(tmp_path, monkeypatch):
+    """Which is abandoned between its look and its rename, and would replace the new one."""
+    later_is_published, look = threading.Event(), directory_publisher.require_files
+    saver = new_saver()
+    first = saver.start(tmp_path, State(tensors(1)))
+
+    def dawdling(directory, manifest):
+        look(directory, manifest)
+        if manifest.save_id == first.save.context.save_id:
+            later_is_published.wait(1.0)
+
+    monkeypatch.setattr(directory_publisher, "require_files", dawdling)
+    while not first.publisher.has_thread:
+        first.poll()
+    with monkeypatch.context() as patched:
+        patched.setattr(Collectives, "is_current", lambda self: False)
+        second = saver.start(tmp_path, State(tensors(2)))
+    assert second.wait() is Outcome.PUBLISHED
+    later_is_published.set()
+    assert first.publisher.join(60.0)
+    saver.close()
+    assert_holds(tmp_path, 2)
 
 
 def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_path, monkeypatch):
