@@ -17,7 +17,7 @@ import megatron_datastates as ds
 from megatron_datastates import stores
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.directory import REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import left_overs
@@ -121,6 +121,31 @@ def test_what_an_interrupted_call_leaves_the_next_one_removes(
     assert names() == {"iter_0000300"}
 
 
+def test_a_call_that_is_killed_leaves_nothing_that_no_later_one_knows_as_ours(far: ObjectStore) -> None:
+    """Of a save that was not published, names alone show whose it is: what others wrote goes first."""
+    for name in stores.names_below(place(100)):
+        if not name.startswith("data-"):
+            stores.remove(place(100) / name)
+    stores.write(place(100) / "modelopt/state", b"in a folder of its own")
+    make_older("run/", 7200)
+    with pytest.raises(StorageError, match="injected"):
+        prune(ROOT, LAST, faults="remove file:2:EIO")
+    assert [one.number for one in prune(ROOT, LAST)] == [100, 200]
+    assert names() == {"iter_0000300"}
+
+
+def test_what_an_interrupted_call_has_noted_is_removed_though_no_listing_shows_it(
+    far: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StorageError, match="injected"):
+        prune(ROOT, LAST, faults="remove file:2:EIO")
+    (one, *_) = plan_prune(ROOT, LAST).removed
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "all_below", lambda path: [])
+        assert ObjectRemoval(one).run(3600.0) is None
+    assert names() == {"iter_0000200", "iter_0000300"}
+
+
 def test_a_store_that_does_not_answer_is_no_reason_to_remove(far: ObjectStore) -> None:
     for request in (f"(GET|HEAD) .*iter_0000100/{MANIFEST_NAME}", f"(GET|HEAD) .*{TRACKER_NAME}", "GET list"):
         far.fail(request, UNAVAILABLE)
@@ -173,7 +198,7 @@ def test_a_checkpoint_that_is_published_anew_meanwhile_stays(far: ObjectStore, t
     replacement = tmp_path / "new" / "iter_0000100"
     put(100, replacement.parent)
     assert removal.run(3600.0) == "a save has published into it meanwhile"
-    assert verify(place(100)).faults == []
+    assert verify(place(100)).faults == [] and REMOVAL_NAME not in stores.names_below(place(100))
     stores.write(ROOT / TRACKER_NAME, b"100")
     assert ObjectRemoval(one).run(3600.0) == "the tracker names it"
 

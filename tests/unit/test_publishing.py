@@ -581,18 +581,21 @@ def test_a_failed_save_leaves_no_index(tmp_path, monkeypatch):
 
 def test_a_save_of_a_new_world_is_published_after_one_of_the_old_world(tmp_path, monkeypatch):
     """Which is abandoned between its look and its rename, and would replace the new one."""
-    later_is_published, look = threading.Event(), directory_publisher.require_files
+    has_looked, later_is_published = threading.Event(), threading.Event()
+    look = directory_publisher.require_files
     saver = new_saver()
     first = saver.start(tmp_path, State(tensors(1)))
 
     def dawdling(directory, manifest):
         look(directory, manifest)
         if manifest.save_id == first.save.context.save_id:
+            has_looked.set()
             later_is_published.wait(1.0)
 
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     while not first.publisher.has_thread:
         first.poll()
+    assert has_looked.wait(60.0)
     with monkeypatch.context() as patched:
         patched.setattr(Collectives, "is_current", lambda self: False)
         second = saver.start(tmp_path, State(tensors(2)))
