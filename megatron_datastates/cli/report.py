@@ -77,11 +77,9 @@ def report(
         if picture is not None and picture.suffix.lower() != ".png":
             raise OptionError(f"--png {picture}: expected a name that ends in .png")
         found = read_reports(files)
-        targets: list[tuple[str, Path | None]] = [("--html", page), ("--png", picture)]
-        if folder is not None:
-            targets += [("--out", folder / _PAGE)] if page is None else []
-            targets += [("--out", folder / _PICTURE)] if picture is None else []
-        for option, target in targets:
+        for option, target, name in (("--html", page, _PAGE), ("--png", picture, _PICTURE)):
+            if target is None and folder is not None:
+                option, target = "--out", folder / name
             if target is not None and target.exists() and any(map(target.samefile, files)):
                 raise OptionError(f"{option} {target}: it is one of the files that are read: choose another")
         left_out = len(found.saves) - last if last is not None else 0
