@@ -156,8 +156,8 @@ class Options:
         0,
         _slot_size,
         "SIZE",
-        "size of one slot of the staging memory, which is the size of one write (default auto: 8MiB with a "
-        "GPU, else 2MiB)",
+        "size of one slot of the staging memory, which is the size of one write (default auto: 2MiB, or 8MiB "
+        "with a GPU unless less than 64MiB of staging memory is set)",
     )
     direct_io: bool = _option(
         True,

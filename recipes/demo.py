@@ -267,7 +267,7 @@ def parse_arguments() -> argparse.Namespace:
         if not arguments.keep.is_dir():
             parser.error(f"--keep: {arguments.keep} is not a directory")
         if any(arguments.keep.iterdir()):
-            parser.error(f"--keep: {arguments.keep} is not empty: give another folder, or remove it")
+            parser.error(f"--keep: {arguments.keep} is not empty: name another folder, or remove it")
     return arguments
 
 

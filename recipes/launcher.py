@@ -71,7 +71,7 @@ class Run:
             if (code := self._process.poll()) is not None:
                 raise RunFailed(f"training ended with exit code {code} before {what}", self.log)
             if time.monotonic() > deadline:
-                raise RunFailed(f"waited {timeout_seconds:.0f} s for {what}, in vain", self.log)
+                raise RunFailed(f"waited {timeout_seconds:.0f} s for {what}", self.log)
             time.sleep(POLL_SECONDS)
 
     def wait(self, timeout_seconds: float) -> None:

@@ -193,8 +193,9 @@ def warn_of_shared_queue(args: Any) -> None:
     if is_shared and is_asked and _DEVICE.exists():
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1: copies of a save share the kernels' queue, and the iteration "
-            "after a save takes longer by their time. Set CUDA_DEVICE_MAX_COPY_CONNECTIONS=8 in the "
-            "environment that starts Python: it gives copies queues of their own, and leaves kernels in order"
+            "after a save takes longer by more than half of their time. Set "
+            "CUDA_DEVICE_MAX_COPY_CONNECTIONS=8 in the environment that starts Python: copies then have "
+            "queues of their own, and kernels stay in order"
         )
 
 
