@@ -171,11 +171,11 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 
 
 def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields ranges (offset, bytes) of a file; fastest in the order of the file.
+    """Yields ranges (offset, bytes) of a file, all within `expected_bytes`; fastest in ascending order.
 
     Raises:
         StorageError: the file cannot be read.
-        FormatError: its size is not `expected_bytes`, or a range ends past it.
+        FormatError: its size is not `expected_bytes`.
     """
     try:
         file = open_regular(path, INDEX_BYTES, _READ_AHEAD_BYTES)
@@ -186,8 +186,6 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
         if size != expected_bytes:
             raise FormatError(f"{path} is damaged: it has {size} bytes, its manifest says {expected_bytes}")
         for offset, count in ranges:
-            if offset + count > size:
-                raise FormatError(f"{path} is damaged: it ends before byte {offset + count}")
             try:
                 file.seek(offset)
                 data = file.read(count)
@@ -235,7 +233,7 @@ def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
     with file:
         try:
             size = size_of(file)
-            if size != expected_bytes or size < HEADER_BYTES:
+            if size != expected_bytes:
                 raise StorageError(
                     f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
                     f"it was truncated or replaced; {_ADVICE}"

@@ -286,7 +286,6 @@ class FileSave:
                 f"tensors that may change at once were not copied within {seconds:g} s "
                 "(--datastates-fence-deadline)"
             )
-            self._reaches(native.Milestone.EAGER)
         self._hold_back()
 
     def drop_all_but(self, lazy: Sequence[object]) -> None:

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import NotACheckpointError, SaveFailedError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.publication import Outcome
@@ -196,6 +197,18 @@ def test_a_fence_past_its_deadline_lets_the_trainer_go_and_the_save_fails(tmp_pa
     assert "the step waited 0.05 s for its copies (--datastates-fence-deadline)" in publication.error
     saver.close()
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
+
+
+def test_what_a_failed_start_may_still_be_copying_is_not_freed(tmp_path, monkeypatch):
+    saver = new_saver(fence_deadline=0.05, copy_limit=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(FileSave, "sources_copied", lambda save: False)  # as while a copy is under way
+        publication = saver.start(tmp_path / "c", State({"w": random_tensor(torch.uint8, (20 << 20,))}))
+        save = publication.save._save
+    assert "were not copied within 0.05 s" in str(save.failure)
+    assert len(save._sources) == 2, "the header and the tensor"
+    assert publication.wait() is Outcome.FAILED
+    saver.close()
 
 
 def test_a_save_that_was_never_awaited_is_abandoned_at_the_end(tmp_path, caplog):

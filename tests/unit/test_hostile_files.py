@@ -157,6 +157,26 @@ def test_a_file_that_claims_more_than_it_can_hold_is_not_read(ours: Path) -> Non
     assert tracked_iteration(ours / "tracker") is None
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("pattern", ["index-*", "data-*"])
+def test_a_file_of_another_size_than_its_manifest_says_is_refused(
+    ours: Path, pattern: str, more: int
+) -> None:
+    (path,) = ours.glob(pattern)
+    size = path.stat().st_size
+    os.truncate(path, size + more)
+    with pytest.raises(DataStatesError, match=f"has {size + more} bytes, its manifest says {size}"):
+        ds.open(ours, **SMALL).read_tensor("w")
+
+
+@pytest.mark.parametrize("size", [0, 10, 100])
+def test_a_file_shorter_than_a_header_is_no_data_file(tmp_path: Path, size: int) -> None:
+    (tmp_path / "data").write_bytes(bytes(size))
+    for read in (read_header, read_footer):
+        with pytest.raises(DataStatesError):
+            read(tmp_path / "data", size)
+
+
 def test_directories_and_missing_files_raise_the_systems_errors(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)

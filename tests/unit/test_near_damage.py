@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.holdings import small_files_of
 from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
+from megatron_datastates.pipeline.near.share import NearShare
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
@@ -158,6 +160,27 @@ def test_a_save_that_another_rank_fails_is_put_back_also_where_this_one_is_still
     assert near is not None
     eventually(lambda: near.is_in_place)
     eventually(lambda: published_in(nodes.near(0, 3)) == first)
+    abandon(nodes)
+
+
+def test_a_save_that_another_rank_fails_is_not_stored_by_a_rank_that_has_yet_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, {"faults": NEVER_FAR}, {"faults": f"{NEVER_FAR},rename manifest:2:EIO"})
+    first = nodes.save(3).save.context.save_id
+    do_part = NearShare.do_part
+
+    def begin_late(share: NearShare, is_over: Callable[[], bool]) -> None:
+        if share._context.rank == 0:
+            eventually(lambda: share.storing.is_withdrawn)
+        do_part(share, is_over)
+
+    monkeypatch.setattr(NearShare, "do_part", begin_late)
+    failed = nodes.save(3)
+    near = failed.publisher.near
+    assert failed.outcome is Outcome.FAILED and near is not None
+    assert near.storing.is_withdrawn and near.files == [] and not near.is_in_place
+    assert published_in(nodes.near(0, 3)) == first
     abandon(nodes)
 
 

@@ -12,8 +12,9 @@ import pytest
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near import job_notes
+from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.runs import history
 from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_from
 from megatron_datastates.pipeline.runs.history import History, by_branch
@@ -295,3 +296,34 @@ def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
     )
     for iteration in (3, 4):
         nodes.check(iteration)
+
+
+# -- what earlier jobs have left in near tiers ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("others", "kept", "is_far", "manifest", "goes"),
+    [
+        ((), set(), True, b"", True),
+        ((), {A}, True, b"", False),  # this process has saved it before a restart, and may be copying it
+        ((B,), set(), True, b"", False),  # a job that began later writes there
+        ((), set(), False, b"", False),  # another node may have its manifest
+        ((), set(), True, b"damaged", True),
+        ((), set(), False, b"damaged", False),  # it may be the only copy: --save has none
+    ],
+)
+def test_what_an_earlier_job_has_left_goes_once_nobody_needs_it(
+    tmp_path: Path, others: tuple[int, ...], kept: set[int], is_far: bool, manifest: bytes, goes: bool
+) -> None:
+    run = tmp_path / "near"
+    folder = run / "iter_0000001"
+    folder.mkdir(parents=True)
+    (folder / SaveId(A, 1).data_file_name(0)).touch()
+    earlier = EarlierJobs()
+    earlier.begin(run, C)
+    for run_id in others:
+        (folder / SaveId(run_id, 1).data_file_name(0)).touch()
+    if manifest:
+        (folder / MANIFEST_NAME).write_bytes(manifest)
+    found = earlier.removable(run, tmp_path / "far", kept, lambda published: published, lambda: is_far)
+    assert found == ([(folder, {SaveId(A, 1)})] if goes else [])

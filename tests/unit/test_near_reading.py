@@ -25,6 +25,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import recovery
+from megatron_datastates.pipeline.near.holdings import require_readable_tracked
 from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_folder, near_root, near_run
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from tests.unit import test_near_branches as branches
@@ -64,6 +65,18 @@ def test_what_cannot_be_read_for_a_moment_is_not_taken_for_missing(
         with pytest.raises(StorageError, match="Stale file handle"):
             resume(job, away)
     assert tracked(job) == "10"
+
+
+def test_ranks_that_choose_nothing_look_whether_they_can_read_what_is_tracked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, A)
+    job.save(10)
+    job.track(10)
+    require_readable_tracked(tmp_path / "far" / "run")
+    fail_to_read(monkeypatch, "far/run/iter_0000010")
+    with pytest.raises(StorageError, match=r"iter_0000010 cannot be looked at: Stale file handle"):
+        require_readable_tracked(tmp_path / "far" / "run")
 
 
 def test_a_wanted_checkpoint_that_cannot_be_read_is_not_replaced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -385,6 +386,42 @@ def test_a_file_that_is_damaged_on_its_node_is_not_copied(
     assert ranks_of_files(nodes.near(1, 1)) == [1]
     assert "the checksum of block 0" in caplog.text
     abandon(nodes)
+
+
+def test_a_whole_file_of_another_save_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = copying(tmp_path)
+    nodes.save(1)
+    (other,) = nodes.near(0, 1).glob("data-00000-*")
+    content, fetch = other.read_bytes(), Replicas.fetch
+
+    def fetch_another(self: Replicas, share: Any, folder: Path, *rest: Any) -> None:
+        if folder == nodes.near(1, 2):
+            (path,) = nodes.near(0, 2).glob("data-00000-*")
+            path.write_bytes(content)
+        fetch(self, share, folder, *rest)
+
+    monkeypatch.setattr(Replicas, "fetch", fetch_another)
+    assert nodes.save(2).outcome is Outcome.PUBLISHED
+    assert ranks_of_files(nodes.near(1, 2)) == [1]
+    assert "belongs to save 0123456789abcdef-1, rank 0" in caplog.text
+    abandon(nodes)
+
+
+@pytest.mark.parametrize(
+    ("free", "occupied", "has_room"),
+    [(100, 0, True), (99, 0, False), (100, 10, True), (60, 50, True), (59, 50, False), (100, 5, True)],
+)
+def test_copies_that_are_there_need_no_more_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, occupied: int, has_room: bool
+) -> None:
+    monkeypatch.setattr(replicas, "free_bytes", lambda folder: replicas.SPARE_BYTES + free)
+    monkeypatch.setattr(replicas, "occupied_bytes", lambda folder, save_id: occupied)
+    share = Share([], own_bytes=10, node_bytes=100, nodes=2, is_first=True)
+    made = Replicas(OPTIONS, Faults(""))
+    with contextlib.nullcontext() if has_room else pytest.raises(replicas._NoRoomError, match="MiB are free"):
+        made._require_room(share, tmp_path, SaveId(1, 1))
 
 
 @pytest.mark.usefixtures("quick")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.publishing.collectives import Collectives
+from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving.rank_save import RankSave
@@ -232,3 +236,68 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
     assert [one.outcome for own in saves for one in own] == [Outcome.PUBLISHED] * 4, saves[0][1].error
     assert verify(tmp_path / "1").good
     ranks.close()
+
+
+# -- the polls themselves ---------------------------------------------------------------------------------
+
+
+class OfNobody:
+    """Stands in for the collectives of a rank: a sum that is read when it should not be is an error."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.is_broken = False
+
+    def start_sum(self, values: list[int]) -> Any:
+        return SimpleNamespace(result=lambda: self._result(values))
+
+    def _result(self, values: list[int]) -> list[int]:
+        if self.is_broken:
+            raise RuntimeError("a peer is gone")
+        return values
+
+
+class Noting:
+    """A save that notes what it is stepped with."""
+
+    def __init__(self, *, is_over: bool = False) -> None:
+        self.is_over, self.is_awaited, self.sums_flags = is_over, False, True
+        self.postponement = SimpleNamespace(charge=lambda: None, end_at_poll=lambda is_awaited: None)
+        self.steps: list[tuple[Flags | None, bool]] = []
+        self.is_interrupted = False
+
+    def flags(self) -> Flags:
+        return Flags(1, 0, 0, 0, 0)
+
+    def interrupt(self, error: BaseException) -> None:
+        self.is_interrupted = True
+
+    def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
+        self.steps.append((sums, is_first))
+        return True
+
+
+@pytest.mark.parametrize("how", ["error", "discarded"])
+def test_a_sum_of_saves_that_are_gone_is_not_read(how: str) -> None:
+    collectives, gone, later = OfNobody(), Noting(), Noting()
+    polls = Polls(cast(Collectives, collectives))
+    polls.poll(gone)
+    collectives.is_broken = True
+    if how == "error":
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            polls.poll(gone)
+        assert gone.is_interrupted
+    else:
+        polls.discard(gone)
+    polls.poll(later)
+    assert later.steps == [(None, True)]
+
+
+def test_a_save_after_one_that_is_over_is_not_the_first_while_an_earlier_one_is_unfinished() -> None:
+    first, second, third = Noting(), Noting(is_over=True), Noting()
+    polls = Polls(cast(Collectives, OfNobody()))
+    for save in (first, second, third):
+        polls.add(save)
+    assert polls.poll(third) == [second]
+    assert [first.steps[0][1], third.steps[0][1]] == [True, False]

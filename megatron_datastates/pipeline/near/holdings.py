@@ -223,7 +223,7 @@ def _found_in(folder: Path) -> list[Held]:
     the files beside the other one's manifest.
     """
     iteration = iteration_in_name(folder.name)
-    if iteration is None or not folder.is_dir():
+    if iteration is None:
         return []
     manifest = manifest_in(folder)
     present = frozenset(filter(is_data_file_name, os.listdir(folder)))

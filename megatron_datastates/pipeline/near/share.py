@@ -197,9 +197,11 @@ class NearShare:
         if index is None:
             raise DataStatesError("the index of an earlier save is not known any more on this rank")
         self.small_files, self.others = SmallFiles(manifest, index, offer.metadata), offer.others
-        contents = {manifest.index.name: index, **offer.others, METADATA_NAME: offer.metadata}
+        contents = {manifest.index.name: index, **offer.others}
+        if offer.metadata:
+            contents[METADATA_NAME] = offer.metadata
         for name, content in contents.items():
-            if content and not holds_exactly(folder / name, content):
+            if not holds_exactly(folder / name, content):
                 write_whole(folder / name, content, self._faults, save_id)
         columns, node = self._records.columns, self._records[self._context.rank].node
         own = set(columns["rank"][columns["is_near"] & (columns["node"] == node)].tolist())
