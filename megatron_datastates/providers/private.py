@@ -68,7 +68,7 @@ def private_copy(value: Any, budget: CopyBudget | None = None) -> Copied:
     try:
         copied = _copy(value, memo)
     except RecursionError:
-        raise NotPlainError("it is nested too deeply, or holds itself") from None
+        raise NotPlainError("it is nested too deeply") from None
     if budget is not None:
         budget.left = memo[_LEFT]
     return Copied(copied, None if _UNKNOWN in memo else frozenset(memo.get(_NAMED, ())))

@@ -20,6 +20,7 @@ from megatron_datastates.mcore import providers as mcore_providers
 from megatron_datastates.mcore.dataloader import LoopDataLoader
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.training import load as loads
+from megatron_datastates.mcore.training import loop as training_loop
 from megatron_datastates.pipeline.loading.restoring import PrefixReader
 from megatron_datastates.providers import DataLoaderState
 from megatron_datastates.providers.energon import to_energon, to_plain
@@ -254,6 +255,17 @@ def test_a_loader_that_was_attached_before_the_load_stays_attached(
 ) -> None:
     loop.attach(Plain("here"), strict=True, restore=True)
     load_checkpoint()
+    assert [entry.value for entry in loop.entries()] == ["here"]
+
+
+def test_a_load_that_a_running_loop_makes_is_followed_by_no_other_loader(
+    loop: LoopDataLoader, load_checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's RL loop loads its own weights again, after those of the reference model."""
+    loop.attach(Plain("here"), strict=True, restore=True)
+    monkeypatch.setattr(training_loop, "_loops", 1)
+    load_checkpoint()
+    loop.drop_replaced()  # as that load does before it restores
     assert [entry.value for entry in loop.entries()] == ["here"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,21 @@ def test_a_queue_of_megatrons_is_not_stuck_with_a_failed_save(tmp_path):
     with pytest.raises(SaveFailedError, match="Input/output error"):
         caller.is_current_async_call_done()
     assert caller.is_current_async_call_done()
+
+
+def test_a_queue_of_megatrons_that_calls_a_save_in_a_forked_child_does_nothing_there():
+    """Without our hook, a queue does: polled there, the save would hang, or be published by two processes."""
+    request = pytest.importorskip("megatron_datastates.mcore.save.request")
+    publication = SimpleNamespace(wait=lambda: os._exit(1), outcome=Outcome.PENDING)
+    handle = request.SaveHandle(publication, "raise")
+    child = os.fork()
+    if child == 0:
+        try:
+            handle()
+            os._exit(0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_save_whose_bytes_are_discarded_is_never_published(tmp_path):

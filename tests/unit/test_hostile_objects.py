@@ -101,6 +101,11 @@ EMPTY_ARRAY = (
 ) + b"\x86R\x87q\x010"
 BIG_ENDIAN = b"cnumpy\ndtype\n" + text(b"f8") + b"\x89\x88\x87R(K\x03" + text(b">") + b"NNNK\x00K\x00K\x00tb"
 TENSOR = b"(" + STORAGE + b"K\x00K\x02\x85K\x01\x85\x89ccollections\nOrderedDict\n)Rt"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+HOSTILE |= {
+    "tensor of one element too many": REBUILD + TENSOR.replace(b"K\x02\x85", b"K\x03\x85") + b"R.",
+    "tensor that begins too late": REBUILD + TENSOR.replace(b"K\x00K\x02\x85", b"K\x01K\x02\x85") + b"R.",
+}
 SAME_ARGUMENTS = {
     "bytes of one text": (ENCODE, text(b"a" * 100_000) + LATIN + b"\x86"),
     "bytearrays": (b"c__builtin__\nbytearray\n", BYTES + b"\x85"),
@@ -219,8 +224,7 @@ def test_a_key_of_nested_named_tuples_is_refused(depth: int, is_wide: bool) -> N
 
 
 def test_quantized_tensors_cannot_copy_the_same_scales_often() -> None:
-    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
-    scales = rebuild + TENSOR.replace(b"K\x02\x85K\x01", number(100_000) + b"\x85K\x00") + b"Rq\x02"
+    scales = REBUILD + TENSOR.replace(b"K\x02\x85K\x01", number(100_000) + b"\x85K\x00") + b"Rq\x02"
     storage = STORAGE.replace(b"Float", b"QInt8").replace(text(b"0"), text(b"1"))
     scheme = b"(ctorch\nper_channel_affine\n" + scales + b"h\x02K\x00t"
     arguments = b"(" + storage + b"K\x00K\x02\x85K\x01\x85" + scheme + b"\x89ccollections\nOrderedDict\n)Rt"
@@ -258,6 +262,15 @@ def test_a_dtype_cannot_change_after_an_array_has_it() -> None:
     place = next(n for n in range(20) if isinstance(memo_of(pickled).get(n), np.dtype))
     with pytest.raises(UnsafeObjectError, match="a dtype"):
         deserialize(archive(pickled[:-1] + b"h" + bytes([place]) + state + b"0."), "key")
+
+
+def test_a_dtype_without_a_state_cannot_get_one_after_an_array_has_it() -> None:
+    array_of = EMPTY_ARRAY + b"h\x00h\x01R(K\x01K\x01\x85" + DTYPE + b"q\x05\x89"
+    made = array_of + ENCODE + text(b"8 bytes.") + LATIN + b"\x86Rtb"
+    assert deserialize(archive(b"\x80\x02" + made + b"."), "key").tobytes() == b"8 bytes."
+    state = b"(K\x03" + text(b"|") + b"NNN" + number(8) + b"K\x01K\x00tb"
+    with pytest.raises(UnsafeObjectError, match="a dtype"):
+        deserialize(archive(b"\x80\x02" + made + b"h\x05" + state + b"0."), "key")
 
 
 def memo_of(pickled: bytes) -> dict[int, Any]:

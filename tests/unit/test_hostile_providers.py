@@ -405,9 +405,11 @@ def test_an_encoded_tensor_without_memory_fails_the_save(
     with pytest.raises(SaveFailedError, match="tensor 'w' has no memory of its own: it was offloaded"):
         ds.save({"p": transform({"w": offloaded})}, tmp_path)
     shrunk = torch.ones(100)
+    second_half = shrunk[50:]
     shrunk.untyped_storage().resize_(399)
-    with pytest.raises(SaveFailedError, match="tensor 'w' ends beyond its storage of 399 bytes"):
-        ds.save({"p": transform({"w": shrunk})}, tmp_path)
+    for tensor in (shrunk, second_half):
+        with pytest.raises(SaveFailedError, match="tensor 'w' ends beyond its storage of 399 bytes"):
+            ds.save({"p": transform({"w": tensor})}, tmp_path)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMED, ids=["compressed", "cast"])

@@ -7,6 +7,7 @@ import fractions
 import io
 import os
 import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.members import find_members
 from megatron_datastates.providers.objects import ObjectSource, deserialize
+from tests.unit.stored_objects import archive
 
 PLAIN = {
     "numbers": [1, -(2**70), 1.5, float("inf"), True, None, 1 + 2j],
@@ -107,6 +110,28 @@ def test_every_truncation_is_refused():
             deserialize(data[:length], "key")
 
 
+@pytest.mark.parametrize(("member", "named"), [("data.pkl", "data.pkl"), ("data/0", "storage '0'")])
+def test_a_flipped_bit_is_found_without_our_own_checksums(member, named):
+    data = bytearray(serialized({"number": 1.5, "tensor": torch.ones(3)}))
+    found = find_members(io.BytesIO(data))[member]
+    number = struct.pack(">d", 1.5)
+    at = data.index(number) if member == "data.pkl" else found.offset
+    assert found.offset <= at < found.offset + found.size
+    data[at + 1] ^= 1
+    with pytest.raises(FormatError, match=f"the CRC-32 of its {named} differs"):
+        deserialize(bytes(data), "key")
+
+
+def test_a_pickle_that_ends_in_another_member_is_refused():
+    def of(number_bytes: int) -> bytes:
+        return archive(b"\x80\x02\x8b" + struct.pack("<I", number_bytes), **{"0": b"." * 8})
+
+    members = find_members(io.BytesIO(of(0)))
+    first, begin = members["data.pkl"], members["data/0"].offset
+    with pytest.raises(FormatError, match=r"its data\.pkl runs past its end"):
+        deserialize(of(begin - first.offset - first.size), "key")
+
+
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"PK\x03\x04" + b"\xff" * 100, b"\x80\x05.", b"text"])
 def test_other_bytes_are_refused(data):
     with pytest.raises(FormatError, match="'key'"):
@@ -127,3 +152,11 @@ def test_a_small_object_is_one_write_and_a_large_tensor_is_passed_on_without_a_c
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     passed = sum(size for at, size in writes if begin <= at < end)
     assert passed > tensor.nbytes - (128 << 10), "all but what filled the buffer up"
+
+
+def test_an_error_of_a_write_is_raised_though_torchs_writer_never_sees_it():
+    def write(data: memoryview) -> int:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        ObjectSource("key", PLAIN).write(write)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -27,8 +28,9 @@ from megatron.training import checkpointing
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.save import prepared
+from megatron_datastates.mcore.save import prepared, preparing
 from megatron_datastates.mcore.save.extra_states import extra_states
+from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
 from megatron_datastates.providers.base import Mutability, Tensors
@@ -1013,6 +1015,30 @@ def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
         torch.save(mark.without_data(), buffer)  # as ranks exchange metadata
         buffer.seek(0)
         assert torch.load(buffer, weights_only=False).key == f"{prepared.MARK}.0.0"
+
+
+def test_a_thin_state_dict_that_has_lost_its_mark_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lacks the tensors, and looks like any other state dict."""
+    saving = preparing._Saving(is_on=True, is_constant=False)
+    saving.thin = types.SimpleNamespace(is_taken=False)  # type: ignore[assignment]
+    monkeypatch.setattr(preparing, "_saving", saving)
+    provider = ShardedStateProvider({"model": {}}, lambda: nothing_promised)
+    with pytest.raises(CheckpointingException, match="has lost its mark"):
+        provider.tensors()
+    saving.thin.is_taken = True  # type: ignore[union-attr]
+    assert len(provider.tensors()) == 0
+
+
+def test_a_tensor_that_comes_into_a_thin_state_dict_is_not_left_out() -> None:
+    preparation, call, _ = prepare(make())
+    preparation.require_conditions(call)
+    preparation.require_unchanged(call)
+    chunk: dict[str, Any] = {prepared.MARK: prepared.Mark.of(preparation, 0, is_thin=True)}
+    provider = ShardedStateProvider({"model": chunk}, lambda: nothing_promised)
+    assert len(provider.tensors()) > 0
+    chunk["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(3))
+    with pytest.raises(CheckpointingException, match="tensors that the last save did not have"):
+        provider.tensors()
 
 
 def of_transformer_engine() -> Any:

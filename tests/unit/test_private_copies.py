@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import io
 import re
+import sys
 import threading
 from typing import Any
 
@@ -249,6 +250,10 @@ def test_a_tuple_that_holds_itself_is_copied() -> None:
     assert copy[0]["outer"] is copy and copy is not value
 
 
+def test_an_array_keeps_the_order_of_its_dimensions() -> None:
+    assert private_copy(np.ones((2, 3), order="F")).value.flags.f_contiguous
+
+
 def test_the_position_in_a_buffer_is_kept() -> None:
     buffer = io.BytesIO(b"abcdef")
     buffer.seek(2)
@@ -262,6 +267,13 @@ class Own:
 def shared_memory() -> list[torch.Tensor]:
     base = torch.arange(4)
     return [base[:2], base[2:]]
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
 
 
 def closed_buffer() -> io.BytesIO:
@@ -285,6 +297,8 @@ def marked() -> torch.Tensor:
         torch.ones(2).to_sparse(),
         collections.defaultdict(list),
         np.array([[], None], dtype=object),
+        np.array([([],)], dtype=[("items", object)])[0],
+        nested(sys.getrecursionlimit()),
         shared_memory(),
         closed_buffer(),
         marked(),

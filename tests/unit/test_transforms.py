@@ -27,7 +27,7 @@ from megatron_datastates.pipeline.saving import tail
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers import Cast, Compressed, Entry, Mutability, StateReader, StreamSource
 from megatron_datastates.providers.named import NamedState, Shard, Tree
-from megatron_datastates.providers.samples import Samples
+from megatron_datastates.providers.samples import SAMPLE_BYTES, Samples
 from megatron_datastates.providers.transforms import _parts
 from tests.unit.states import KNOWN_DTYPES, bits, new_saver, random_tensor
 
@@ -379,10 +379,12 @@ def test_samples_leave_the_random_generators_of_the_program_alone() -> None:
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 1001, 1063, 3000])
 def test_every_part_has_a_sample_within_the_tensor(size: int) -> None:
-    tensor = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+    memory = torch.arange(size + SAMPLE_BYTES, dtype=torch.int64).to(torch.uint8)
+    tensor = memory[:size]
     for part, begin in enumerate(range(0, size, 1000)):
         for _ in range(20):
             samples = Samples(tensor, 1000)
+            memory[size:] += 1
             assert all(samples.are_same(n) for n in range(-(-size // 1000)))
             tensor[begin : begin + 1000] += 1
             assert not samples.are_same(part)

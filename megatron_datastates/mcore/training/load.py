@@ -331,7 +331,7 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
 
     def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
         metadata, load = original(*args, **kwargs), state.current()
-        if not load.in_training_loop or load.directory is None or not is_ours(load.directory):
+        if load.directory is None or not is_ours(load.directory):  # None outside of load_checkpoint
             return metadata
         from megatron.training.checkpointing import get_args
 
