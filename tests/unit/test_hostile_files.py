@@ -42,6 +42,7 @@ from megatron_datastates.pipeline.runs.runs import (
     tracked_iteration,
 )
 from megatron_datastates.pipeline.upkeep.verify import verify
+from tests.support.descriptors import open_files
 from tests.unit import legacy_zarr
 from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import OPTIONS, SMALL
@@ -180,6 +181,7 @@ def test_a_file_shorter_than_a_header_is_no_data_file(tmp_path: Path, size: int)
 def test_directories_and_missing_files_raise_the_systems_errors(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)
+    assert open_files(tmp_path) == [], "it is closed again"
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "nothing", 10)
 

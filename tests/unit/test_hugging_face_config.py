@@ -57,6 +57,11 @@ def test_two_names_of_the_number_of_experts_must_agree() -> None:
         read_config(changed("qwen3_moe", num_experts=3))
 
 
+def test_layers_are_dense_by_name_or_between_the_steps() -> None:
+    _, a = read_config(changed("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[3], decoder_sparse_step=2))
+    assert a.moe_layer_freq == (0, 1, 0, 0, 0, 1)
+
+
 def test_of_two_scalings_that_of_rope_scaling_counts() -> None:
     _, a = read_config(changed("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}))
     assert a.rotary_seq_len_interpolation_factor == 4 and a.rotary_base == 10000

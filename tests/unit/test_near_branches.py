@@ -27,6 +27,7 @@ from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_in, point_in
+from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.upkeep.fallback import _older as older_than
 from tests.unit.states import OPTIONS
@@ -127,6 +128,9 @@ def test_a_manifest_names_what_its_job_has_resumed_from(tmp_path: Path) -> None:
     assert nine.ancestors == (*seven.ancestors, Ancestor(7, str(SaveId(B, 1))))
     assert nine.follows(five) and nine.follows(seven) and seven.follows(five)
     assert not five.follows(nine) and not seven.follows(nine) and not nine.follows(nine)
+    assert has_later_save(second.directory(7), SaveId(A, 1))
+    assert not has_later_save(second.directory(7), SaveId(C, 1))
+    assert not has_later_save(tmp_path, SaveId(A, 1)), "no checkpoint is there"
 
 
 def test_a_later_save_of_the_job_that_was_resumed_from_is_not_followed() -> None:

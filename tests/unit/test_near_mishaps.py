@@ -14,7 +14,7 @@ import torch
 
 from megatron_datastates.config import MIB
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.directory import COMMON_FILE, TRACKER_NAME
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
@@ -455,6 +455,18 @@ def test_an_own_manifest_is_not_looked_at_again_and_its_checksum_is(tmp_path: Pa
     assert published_in(nodes.near(0, 3)) is None
     with pytest.raises(DataStatesError, match="damaged"):
         type(manifest).decode(path.read_bytes(), "", is_own=True)
+
+
+@pytest.mark.parametrize("names", [(), (COMMON_FILE,), (COMMON_FILE, METADATA_NAME)])
+def test_what_megatron_made_for_a_save_that_stayed_near_is_removed(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    unused = tmp_path / "unused"
+    unused.mkdir()
+    for name in names:
+        (unused / name).touch()
+    room._remove_unused(unused)
+    assert not unused.exists()
 
 
 def test_what_another_job_begins_to_save_is_not_removed_with_an_unused_directory(
