@@ -20,7 +20,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
-from megatron_datastates.pipeline.runs.runs import format_of
+from megatron_datastates.pipeline.runs.runs import format_answered, format_of
 from tests.unit.command import run
 from tests.unit.states import SMALL, State, new_saver
 
@@ -70,6 +70,11 @@ def test_what_dcp_saved_over_ours_counts(how: str, tmp_path: Path) -> None:
     assert "torch_dist" in run("show", tmp_path)[1]
     (tmp_path / ".metadata").unlink()  # as the error says
     assert loaded(how, tmp_path) == 1
+
+
+def test_a_directory_that_nothing_describes_has_no_format(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    assert format_of(tmp_path) is None and format_answered(tmp_path) == "unknown"
 
 
 def test_what_is_left_of_a_replaced_one_does_not_count(
