@@ -32,6 +32,15 @@ def test_a_sound_checkpoint_made_by_hand_is_good_and_read(tmp_path):
     assert read(tmp_path) == A + B
 
 
+def test_a_checkpoint_under_the_name_of_another_iteration_is_noted(tmp_path):
+    at = tmp_path / "iter_0000007"
+    ds.save({"w": torch.ones(4)}, at, iteration=7)
+    assert verify(at, options=OPTIONS).notes == []
+    moved = at.rename(tmp_path / "iter_0000008")
+    verdict = verify(moved, options=OPTIONS)
+    assert verdict.good and verdict.notes == [f"{moved} holds iteration 7, as its manifest says"]
+
+
 def test_a_hole_is_found_and_not_read_over(tmp_path):
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(9, 7), 1, 4096)]))
     assert faults(tmp_path) == ["tensor 'w' has holes: 15 elements of shape (16,) are stored"]
