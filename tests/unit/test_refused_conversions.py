@@ -261,6 +261,13 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert not os.listdir(tmp_path)
 
 
+def test_room_is_needed_for_objects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds.save({"w": torch.ones(3), "o": bytes(3_000_000)}, tmp_path / "source")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2_000_000}))
+    with pytest.raises(StorageError, match=r"has 2\.0 MB free, and 3\.0 MB are needed"):
+        convert_to(tmp_path / "source", tmp_path / "target")
+
+
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interrupted_conversion_leaves_nothing(
