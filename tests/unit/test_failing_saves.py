@@ -215,6 +215,15 @@ def test_a_fence_past_its_deadline_lets_the_trainer_go_and_the_save_fails(tmp_pa
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
 
 
+def test_an_object_that_must_be_written_at_once_holds_the_trainer_no_longer_than_the_deadline(tmp_path):
+    saver = new_saver(fence_deadline=0.5, write_limit=1)
+    publication = saver.start(tmp_path / "c", State({}, {"x": bytearray(64 << 20)}))
+    assert publication.wait() is Outcome.FAILED
+    assert "no staging memory became free in time for objects that may change at once" in publication.error
+    saver.close()
+    assert not (tmp_path / "c" / MANIFEST_NAME).exists()
+
+
 def test_what_a_failed_start_may_still_be_copying_is_not_freed(tmp_path, monkeypatch):
     saver = new_saver(fence_deadline=0.05, copy_limit=1)
     with monkeypatch.context() as patched:
