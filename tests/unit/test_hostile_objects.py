@@ -102,9 +102,17 @@ EMPTY_ARRAY = (
 BIG_ENDIAN = b"cnumpy\ndtype\n" + text(b"f8") + b"\x89\x88\x87R(K\x03" + text(b">") + b"NNNK\x00K\x00K\x00tb"
 TENSOR = b"(" + STORAGE + b"K\x00K\x02\x85K\x01\x85\x89ccollections\nOrderedDict\n)Rt"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+MINUS_ONE = b"J" + struct.pack("<i", -1)
 HOSTILE |= {
     "tensor of one element too many": REBUILD + TENSOR.replace(b"K\x02\x85", b"K\x03\x85") + b"R.",
     "tensor that begins too late": REBUILD + TENSOR.replace(b"K\x00K\x02\x85", b"K\x01K\x02\x85") + b"R.",
+    "tensor that begins before its storage": REBUILD
+    + TENSOR.replace(b"K\x00K\x02\x85", MINUS_ONE + b"K\x02\x85")
+    + b"R.",
+    "tensor of a negative size": REBUILD + TENSOR.replace(b"K\x02\x85", MINUS_ONE + b"\x85") + b"R.",
+    "tensor of a negative stride": REBUILD
+    + TENSOR.replace(b"K\x00K\x02\x85K\x01\x85", b"K\x01K\x02\x85" + MINUS_ONE + b"\x85")
+    + b"R.",
 }
 SAME_ARGUMENTS = {
     "bytes of one text": (ENCODE, text(b"a" * 100_000) + LATIN + b"\x86"),
