@@ -304,6 +304,8 @@ def test_state_of_a_part_of_a_parameter_is_no_fault_of_the_checkpoint(tmp_path):
     checkpoint(tmp_path / "c", [torch.arange(100.0)], [text])
     verdict = verify(tmp_path / "c")
     assert verdict.good and any("w' is stored in part" in note for note in verdict.notes)
+    checkpoint(tmp_path / "whole", [torch.arange(100.0)], [map_of(bucket(100, parameter("w", 0, 10, WHOLE)))])
+    assert verify(tmp_path / "whole").notes == []
 
 
 def test_what_is_stored_twice_is_refused(tmp_path):
