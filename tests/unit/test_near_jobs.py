@@ -62,6 +62,12 @@ def test_only_the_latest_jobs_are_kept(tmp_path: Path) -> None:
     assert jobs_in(tmp_path) == LATER
 
 
+def test_what_a_job_resumed_from_is_kept_once_it_is_known(tmp_path: Path) -> None:
+    for resumed, noted in [(None, None), (SaveId(A, 4), SaveId(A, 4)), (None, SaveId(A, 4))]:
+        note_job(tmp_path, SaveId(B, 1), 7, resumed=resumed)
+        assert jobs_in(tmp_path) == [Job(B, 7, noted)]
+
+
 ONE = b"000000000000000a 1\n"
 
 
