@@ -63,7 +63,8 @@ def test_only_the_latest_jobs_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_a_job_resumed_from_is_kept_once_it_is_known(tmp_path: Path) -> None:
-    for resumed, noted in [(None, None), (SaveId(A, 4), SaveId(A, 4)), (None, SaveId(A, 4))]:
+    first = SaveId(A, 4)
+    for resumed, noted in [(None, None), (first, first), (None, first), (SaveId(A, 9), first)]:
         note_job(tmp_path, SaveId(B, 1), 7, resumed=resumed)
         assert jobs_in(tmp_path) == [Job(B, 7, noted)]
 
