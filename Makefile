@@ -21,12 +21,13 @@ env: ## create or update .venv: minutes the first time, then seconds
 demo: env ## train, kill, resume and verify on a CPU (recipes/demo.py)
 	@$(BIN)/python recipes/demo.py $(ARGS)
 
-# Tests that launch several ranks run one at a time: two of them on two cores would miss their deadlines. Of those with
-# several cases only the first is run here; `make test-ranks` runs all. Tests marked `long` are in `make test-long`.
+# Two tests run at a time: those that launch ranks wait much of their time. Theirs are from different files, as tests of
+# one file share runs of a trainer. Of those with several cases only the first is run here; `make test-ranks` runs all.
+# Tests marked `long` are in `make test-long`.
 test: lint ## run the linters and all tests but long ones (of those with ranks, one case each), or what ARGS selects
 ifeq ($(ARGS),)
 	@$(BIN)/python -m pytest -n 2 -m "not long" tests/golden tests/native tests/unit
-	@$(BIN)/python -m pytest --first-case -m "not long" $(RANK_TESTS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --first-case -m "not long" $(RANK_TESTS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
