@@ -368,20 +368,29 @@ def test_a_full_tier_gets_no_copies_and_keeps_its_own(
     assert len([one for one in caplog.records if "MiB are needed" in one.message]) == 1
 
 
+def before_copies(monkeypatch: pytest.MonkeyPatch, target: Path, change: Callable[[], None]) -> None:
+    """Has `change` called before files of other nodes are copied into a folder."""
+    fetch = Replicas.fetch
+
+    def fetch_later(self: Replicas, share: Any, folder: Path, *rest: Any) -> None:
+        if folder == target:
+            change()
+        fetch(self, share, folder, *rest)
+
+    monkeypatch.setattr(Replicas, "fetch", fetch_later)
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_file_that_is_damaged_on_its_node_is_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = copying(tmp_path)
-    fetch = Replicas.fetch
 
-    def fetch_damaged(self: Replicas, share: Any, folder: Path, *rest: Any) -> None:
-        if folder == nodes.near(1, 1):
-            (path,) = nodes.near(0, 1).glob("data-00000-*")
-            flip(path, 70_000)
-        fetch(self, share, folder, *rest)
+    def damage() -> None:
+        (path,) = nodes.near(0, 1).glob("data-00000-*")
+        flip(path, 70_000)
 
-    monkeypatch.setattr(Replicas, "fetch", fetch_damaged)
+    before_copies(monkeypatch, nodes.near(1, 1), damage)
     assert nodes.save(1).outcome is Outcome.PUBLISHED
     assert ranks_of_files(nodes.near(1, 1)) == [1]
     assert "the checksum of block 0" in caplog.text
@@ -394,15 +403,13 @@ def test_a_whole_file_of_another_save_is_not_copied(
     nodes = copying(tmp_path)
     nodes.save(1)
     (other,) = nodes.near(0, 1).glob("data-00000-*")
-    content, fetch = other.read_bytes(), Replicas.fetch
+    content = other.read_bytes()
 
-    def fetch_another(self: Replicas, share: Any, folder: Path, *rest: Any) -> None:
-        if folder == nodes.near(1, 2):
-            (path,) = nodes.near(0, 2).glob("data-00000-*")
-            path.write_bytes(content)
-        fetch(self, share, folder, *rest)
+    def replace() -> None:
+        (path,) = nodes.near(0, 2).glob("data-00000-*")
+        path.write_bytes(content)
 
-    monkeypatch.setattr(Replicas, "fetch", fetch_another)
+    before_copies(monkeypatch, nodes.near(1, 2), replace)
     assert nodes.save(2).outcome is Outcome.PUBLISHED
     assert ranks_of_files(nodes.near(1, 2)) == [1]
     assert "belongs to save 0123456789abcdef-1, rank 0" in caplog.text
