@@ -80,6 +80,8 @@ def report(
         for option, target, name in (("--html", page, _PAGE), ("--png", picture, _PICTURE)):
             if target is None and folder is not None:
                 option, target = "--out", folder / name
+            if target is not None and target.is_dir():
+                raise OptionError(f"{option} {target}: expected a file, found a directory")
             if target is not None and target.exists() and any(map(target.samefile, files)):
                 raise OptionError(f"{option} {target}: it is one of the files that are read: choose another")
         left_out = len(found.saves) - last if last is not None else 0

@@ -176,7 +176,9 @@ def test_copies_that_take_turns_with_kernels_are_warned_of(
     assert ("CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in caplog.text) == is_warned
 
 
-@pytest.mark.parametrize("given", [{"near_replicas": 1}, {"drain_every": 5}, {"drain_limit": 10**9}])
+@pytest.mark.parametrize(
+    "given", [{"near_keep": 2}, {"near_replicas": 1}, {"drain_every": 5}, {"drain_limit": 10**9}]
+)
 def test_options_of_a_near_tier_need_one(
     given: dict[str, int],
     caplog: pytest.LogCaptureFixture,
@@ -195,7 +197,6 @@ def test_options_of_a_near_tier_need_one(
     checks.check_near_options(args, Options(near="/local", **given))
     args.save = "msc://store/run"
     checks.check_near_options(args, arguments.options_of(args))
-    checks.check_near_options(args, Options(near_keep=2))
 
 
 @pytest.mark.parametrize(

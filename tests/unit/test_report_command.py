@@ -456,6 +456,16 @@ def test_a_misspelt_directory_is_not_made(option: str, tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "name"), [("--png", "x.png"), ("--html", "x.html"), ("--out", "report.html")]
+)
+def test_a_directory_in_the_place_of_a_file_is_named_at_once(option: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    target = tmp_path if option == "--out" else tmp_path / name
+    code, out, err = run("report", RUN, option, target)
+    assert (code, out) == (2, "") and f"{tmp_path / name}: expected a file, found a directory" in err
+
+
 def test_a_page_may_be_in_the_directory_that_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, err = run("report", RUN, "--out", "new", "--html", "new/page.html")

@@ -137,6 +137,7 @@ def check_near_options(args: Any, options: Options) -> None:
     if options.near and not is_object(args.save):
         _require_apart(args.save, options.near)
     given = {
+        "near_keep": options.near_keep != 1,
         "near_replicas": options.near_replicas > 0,
         "drain_every": options.drain_every != 1,
         "drain_limit": options.drain_limit > 0,
