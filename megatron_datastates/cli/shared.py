@@ -154,7 +154,9 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
 
     notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
     bars = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
+    disable = disable or not notes.is_terminal
+    notes.quiet = disable  # before rich 14.3, a disabled bar ended with an empty line
+    return Progress(verb, *bars, console=notes, transient=True, disable=disable)
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ def _read_journal(directory: Path) -> _Journal | None:
     """Returns the journal; None if it is incomplete. Raises OSError."""
     try:
         return _JOURNAL.decode(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES))
-    except (ValueError, RecursionError):  # msgspec raises ValueErrors
+    except (ValueError, msgspec.MsgspecError, RecursionError):
         return None
 
 

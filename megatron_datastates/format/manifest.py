@@ -201,7 +201,8 @@ def _decoded(decoder: msgspec.json.Decoder[_Found], data: bytes, name: str) -> t
     check_readable(name, version, 0)  # before decoding fields that may have another meaning
     try:
         return version, decoder.decode(body)
-    except (ValueError, RecursionError) as error:  # msgspec's own errors, invalid UTF-8, absurd nesting
+    # Before msgspec 0.21, its errors were no ValueErrors; invalid UTF-8 and absurd nesting raise others.
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(f"{name} is not a valid manifest: {error}") from None
 
 

@@ -135,7 +135,7 @@ def _decoded(decoder: Any, text: str, key: str) -> Any:
                 f"{MAP_FORMAT_VERSION}: update this installation of megatron_datastates."
             )
         return decoder.decode(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(f"the optimizer map {key!r} is damaged: {error}") from error
 
 

@@ -79,7 +79,7 @@ def nodes_in(folder: Path) -> Nodes | None:
     """Returns which nodes wrote the save in a folder of a near tier; None if it does not say so."""
     try:
         nodes = _NODES.decode(read_regular(folder / NODES_NAME, MANIFEST_BYTES))
-    except (OSError, ValueError, RecursionError):  # msgspec raises ValueErrors
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return None
     return nodes if 0 <= nodes.own < len(nodes.nodes) else None
 
