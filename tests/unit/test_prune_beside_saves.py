@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_datastates.cli.weights import drop_all
+from megatron_datastates.config import MIB
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
@@ -27,6 +28,8 @@ from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
 from megatron_datastates.pipeline.upkeep.prune import _put_back, prune
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.named import NamedState
 from tests.unit.pruning import NUMBERS, age, complete, lose, place, put, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved
@@ -257,6 +260,25 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
+
+
+@pytest.mark.parametrize("point", ["sync removal of manifest", "remove file"])
+def test_what_a_save_shares_with_the_checkpoint_that_is_removed_stays(tmp_path, monkeypatch, point):
+    """A job that was restarted within its process saves that iteration again."""
+    saver, frozen = new_saver(link_from=MIB), torch.nn.Parameter(torch.ones(MIB), requires_grad=False)
+    state = NamedState({"frozen": frozen, "x": torch.ones(3)}, Mutability.NOW)
+
+    def save_again() -> None:
+        assert saver.start(place(tmp_path, 100), state).wait() is Outcome.PUBLISHED
+
+    for number in (100, 200, 300):
+        saver.start(place(tmp_path, number), state).wait()
+    for path in tmp_path.rglob("*"):
+        age(path, 7200)
+    at_point(monkeypatch, point, save_again)
+    prune(tmp_path, RetentionRules(keep_last=2, min_age_seconds=0.0))
+    assert complete(tmp_path) == [100, 200, 300]
+    saver.close()
 
 
 def test_what_a_killed_removal_left_beside_a_later_save_is_a_left_over(root):
