@@ -17,7 +17,7 @@ from megatron_datastates.cli.weights import drop_all
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
+from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
@@ -75,7 +75,23 @@ def test_a_young_file_keeps_remains_whose_other_files_are_old(root):
     put(root, 200, DEAD.data_file_name(0), 10)
     assert removed(root, keep_last=4) == []
     assert "is 10 s old" in reasons(root, keep_last=4)[200]
+    (root / TRACKER_NAME).write_text("500")
     assert removed(root, keep_last=4, min_age_seconds=5.0) == [200]
+
+
+def test_a_save_after_a_rollback_may_wait_for_hours_though_the_tracker_names_a_later_iteration(root):
+    """Until it is published, that tracker is the one that the abandoned branch has left."""
+    age(root / TRACKER_NAME, 5000)
+    saver, directory = new_saver(), place(root, 250)
+    publication = saver.start(directory, State({"a": torch.arange(9)}))
+    while not publication.save.is_durable:
+        publication.save.advance()
+    for path in directory.iterdir():
+        age(path, 4000)
+    assert "since the tracker was written" in reasons(root, keep_last=1)[250]
+    prune(root, RetentionRules(keep_last=1))
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    saver.close()
 
 
 def test_a_removal_that_was_killed_goes_on_once_its_files_are_old(root):

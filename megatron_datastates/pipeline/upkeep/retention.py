@@ -4,9 +4,10 @@ Always kept: the newest complete checkpoint; the one that the tracker names; dir
 the caller does not describe (OtherFormat), damaged ones, links, and what a link points to; and every
 directory that a save may be writing to. Those are directories with files of ours that no manifest names and
 that are younger than MIN_AGE_SECONDS, empty ones that are younger, and directories without a manifest of any
-age, unless both the tracker and a complete checkpoint are newer: then a crash left them. (Files that are old
-show no crash: a save that has written all of them waits for a fence and for polls, and training may stand
-still for hours between these, as in an evaluation.) Even of these, one
+age, unless both the tracker and a complete checkpoint are newer, and the tracker was written after their
+files: then a crash left them. (Files that are old show no crash: a save that has written all of them waits
+for a fence and for polls, and training may stand still for hours between these, as in an evaluation. After a
+rollback, the tracker goes on naming a later iteration until the first save is published.) Even of these, one
 with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
 which `repair` rebuilds.
 
@@ -44,6 +45,7 @@ from megatron_datastates.pipeline.upkeep.left_overs import (
 
 _UNREADABLE = "it cannot be read: "
 _UNDER_WAY = "incomplete: its save may be under way, as the tracker names none that is newer and undamaged. "
+_SINCE = "incomplete: its save may be under way, as it has written files since the tracker was written. "
 _DEAD = "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
 _REPAIRABLE = "If no job runs, see datastates repair"
 
@@ -145,6 +147,7 @@ class _Listing:
 
     iterations: list[Iteration]
     tracked: int | None  # the iteration that the tracker names
+    tracked_at: float  # when it was written; 0 if there is none
     links: dict[str, str]  # their names, by what they point to
     uploads: list[UnnamedFile]  # to an object store, that have not ended
     note: str  # what could not be looked for
@@ -175,7 +178,11 @@ def _list(path: Path, others: OtherFormats) -> _Listing:
         raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
     if not iterations and not uploads:
         raise NotACheckpointError(why_no_run(path, or_else=""))
-    return _Listing(iterations, require_tracked(path / TRACKER_NAME), links, uploads, note)
+    tracker = path / TRACKER_NAME
+    tracked, tracked_at = require_tracked(tracker), 0.0
+    with contextlib.suppress(FileNotFoundError):
+        tracked_at = tracker.stat().st_mtime
+    return _Listing(iterations, tracked, tracked_at, links, uploads, note)
 
 
 def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
@@ -307,6 +314,9 @@ def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Ba
     own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
         return why
+    tracker_age = time.time() - basis.listing.tracked_at
+    if not iteration.complete and any(file.age_seconds < tracker_age for file in unnamed):
+        return f"{_SINCE}{_DEAD}"
     if is_object(iteration.path):
         return None  # no object, no directory
     age = time.time() - iteration.path.stat().st_mtime
