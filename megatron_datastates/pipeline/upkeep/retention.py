@@ -28,12 +28,18 @@ from types import MappingProxyType
 from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.files import is_denied, is_object, names_in, path_of
-from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing.presence import missing_data_files
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.run_folders import why_no_run
-from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, find_iterations, require_tracked
+from megatron_datastates.pipeline.runs.runs import (
+    Iteration,
+    find_answered,
+    find_iterations,
+    is_named_by_megatron,
+    require_tracked,
+)
 from megatron_datastates.pipeline.upkeep.left_overs import (
     UnnamedFile,
     age_text,
@@ -235,7 +241,7 @@ def _complaint(iteration: Iteration, others: OtherFormats) -> str | None:
     """Returns why the rules do not apply to this directory, or None."""
     if iteration.path.is_symlink():
         return "a link"
-    if iteration.path.name != iteration_name(iteration.number):
+    if not is_named_by_megatron(iteration.path):
         return "not named as Megatron names iterations"
     try:
         is_empty = not any(iteration.path.iterdir())
