@@ -222,8 +222,7 @@ def _newer_than_index(iteration: Iteration, format: OtherFormat) -> list[Unnamed
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 status[entry.name] = entry.stat(follow_symlinks=False)
-    status.pop(REMOVAL_NAME, None)
-    published, now = status.get(format.index_name) if iteration.complete else None, time.time()
+    published, now = status.get(format.index_name), time.time()
     return [
         UnnamedFile(iteration.path / name, each.st_size, now - each.st_mtime)
         for name, each in sorted(status.items())
