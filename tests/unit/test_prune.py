@@ -134,6 +134,12 @@ def test_remains_may_be_a_save_under_way_where_the_tracker_is_not_newer(root, tr
     assert 200 in reasons(root, keep_last=1)
 
 
+def test_where_nothing_is_complete_nothing_goes(root):
+    for number in NUMBERS:
+        lose(root, number)
+    assert removed(root, keep_last=1) == [] and sorted(reasons(root, keep_last=1)) == NUMBERS
+
+
 def test_what_only_lost_its_manifest_stays_and_can_be_repaired(root):
     (place(root, 200) / MANIFEST_NAME).unlink()
     assert removed(root, keep_every=1000) == [100, 300, 400]
