@@ -105,6 +105,30 @@ def test_a_removal_that_was_killed_goes_on_once_its_files_are_old(root):
     assert complete(root) == NUMBERS
 
 
+def test_a_removal_that_was_killed_goes_on_though_its_files_are_newer_than_the_tracker(root):
+    """As those are of a checkpoint whose optimizer was removed, or of a copied run."""
+    age(root / TRACKER_NAME, 9000)
+    with pytest.raises(StorageError):
+        prune(root, RetentionRules(keep_last=4), faults="remove file:1:EIO")
+    assert removed(root, keep_last=4) == [100]
+
+
+def test_of_a_save_that_was_killed_files_of_ours_go_last(root):
+    """Their names alone show the next call whose the directory is."""
+    lose(root, 200)
+    put(root, 200, "notes.txt", 9000)
+    with pytest.raises(StorageError):
+        prune(root, RetentionRules(keep_last=4), faults="remove file:2:EIO")
+    assert removed(root, keep_last=4) == [200]
+
+
+def test_left_overs_stay_where_the_manifest_is_gone_since_the_plan(root):
+    put(root, 300, DEAD.data_file_name(0), 9000)
+    plan = plan_prune(root, RetentionRules(keep_last=9))
+    (place(root, 300) / MANIFEST_NAME).unlink()
+    assert plan.left_overs and remove_left_overs(plan.left_overs) == []
+
+
 def test_left_overs_beside_a_checkpoint_that_stays_go(root):
     for name in OURS:
         put(root, 300, name, 4000)

@@ -193,9 +193,9 @@ def _listed(path: Path) -> dict[str, Status | None]:
         return {}
 
 
-def _turn(name: str) -> tuple[bool, bool, str]:
+def _turn(name: str) -> tuple[bool, str]:
     """Sorts our files last: as long as anything is left, they show the next call that it may be removed."""
-    return (name == REMOVAL_NAME, is_own_file_name(name), name)
+    return (is_own_file_name(name), name)
 
 
 def _rename(index: Path) -> bool:

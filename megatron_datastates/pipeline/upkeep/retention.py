@@ -320,7 +320,8 @@ def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Ba
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
         return why
     tracker_age = time.time() - basis.listing.tracked_at
-    if not iteration.complete and any(file.age_seconds < tracker_age for file in unnamed):
+    may_be_new = not iteration.complete and not (iteration.path / REMOVAL_NAME).exists()
+    if may_be_new and any(file.age_seconds < tracker_age for file in unnamed):
         return f"{_SINCE}{_DEAD}"
     if is_object(iteration.path):
         return None  # no object, no directory
