@@ -317,9 +317,9 @@ def _list(path: Path) -> Iterator[tuple[str, bool]]:
         client, key = _client(path)
         prefix = f"{key}/" if key else ""
         for found in client.list(path=prefix, include_directories=True):
-            name = found.key.rstrip("/").removeprefix("/").removeprefix(prefix)
-            if name and name != key:
-                yield name, found.type == "directory"
+            name = found.key.strip("/")
+            if name not in ("", key):  # the object of the folder itself, which consoles of stores make
+                yield name.removeprefix(prefix), found.type == "directory"
 
 
 class ObjectFile(SeekableReads):

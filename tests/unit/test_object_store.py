@@ -608,6 +608,12 @@ def test_what_a_path_of_an_object_does_not_do_never_touches_the_file_system(
     assert list((tmp_path / "msc:").rglob("*")) == [tmp_path / "msc:/store"]
 
 
+def test_what_is_named_as_the_folder_that_it_is_in_is_listed(store: ObjectStore) -> None:
+    folder = stores.path_of("msc://store/release")
+    stores.write(folder / "release" / MANIFEST_NAME, b"")
+    assert stores.names_below(folder) == stores.folders_below(folder) == ["release"]
+
+
 def test_a_configuration_that_the_client_cannot_use_is_named_without_its_secrets(
     store: ObjectStore, tmp_path: Path
 ) -> None:

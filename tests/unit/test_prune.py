@@ -134,6 +134,12 @@ def test_remains_may_be_a_save_under_way_where_the_tracker_is_not_newer(root, tr
     assert 200 in reasons(root, keep_last=1)
 
 
+def test_where_nothing_is_complete_nothing_goes(root):
+    for number in NUMBERS:
+        lose(root, number)
+    assert removed(root, keep_last=1) == [] and sorted(reasons(root, keep_last=1)) == NUMBERS
+
+
 def test_what_only_lost_its_manifest_stays_and_can_be_repaired(root):
     (place(root, 200) / MANIFEST_NAME).unlink()
     assert removed(root, keep_every=1000) == [100, 300, 400]
@@ -361,6 +367,33 @@ def test_after_a_rollback_the_present_branch_is_kept_first(left, tmp_path):
     roll_back(tmp_path, left)
     assert removed(tmp_path, keep_last=2) == [100, *left]
     assert removed(tmp_path, keep_last=4) == left[:-1]
+
+
+def test_a_repaired_manifest_makes_no_checkpoint_of_an_abandoned_branch_the_newest(tmp_path):
+    """It does not say what its job resumed from, but the other branch's manifests name its job."""
+    roll_back(tmp_path, [160, 200])
+    (place(tmp_path, 200) / MANIFEST_NAME).unlink()
+    repair(place(tmp_path, 200), options=OPTIONS)
+    age(place(tmp_path, 200) / MANIFEST_NAME, 7200)
+    assert removed(tmp_path, keep_last=2) == [100, 160, 200]
+    (tmp_path / TRACKER_NAME).write_text("")
+    assert resumable(tmp_path) == 120
+
+
+def test_the_newest_undamaged_one_stays_also_if_it_is_another_one_since_the_plan(root, monkeypatch):
+    data_files(place(root, 500))[0].unlink()
+    decide, plans = pruning.plan_prune, []
+
+    def removed_by_somebody_else(*arguments):
+        if plans:
+            shutil.rmtree(place(root, 400), ignore_errors=True)
+        plans.append(decide(*arguments))
+        return plans[-1]
+
+    (root / TRACKER_NAME).unlink()
+    monkeypatch.setattr(pruning, "plan_prune", removed_by_somebody_else)
+    assert [one.number for one in prune(root, RetentionRules(keep_last=1))] == [100, 200]
+    assert place(root, 300).exists()
 
 
 def test_what_has_lost_its_optimizer_is_none_of_the_last(tmp_path):

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatron_datastates.cli.weights import drop_all
+from megatron_datastates.config import MIB
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME
+from megatron_datastates.format.directory import COMMON_FILE, REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing import presence
@@ -27,6 +28,8 @@ from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
 from megatron_datastates.pipeline.upkeep.prune import _put_back, prune
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.named import NamedState
 from tests.unit.pruning import NUMBERS, age, complete, lose, place, put, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved
@@ -72,7 +75,23 @@ def test_a_young_file_keeps_remains_whose_other_files_are_old(root):
     put(root, 200, DEAD.data_file_name(0), 10)
     assert removed(root, keep_last=4) == []
     assert "is 10 s old" in reasons(root, keep_last=4)[200]
+    (root / TRACKER_NAME).write_text("500")
     assert removed(root, keep_last=4, min_age_seconds=5.0) == [200]
+
+
+def test_a_save_after_a_rollback_may_wait_for_hours_though_the_tracker_names_a_later_iteration(root):
+    """Until it is published, that tracker is the one that the abandoned branch has left."""
+    age(root / TRACKER_NAME, 5000)
+    saver, directory = new_saver(), place(root, 250)
+    publication = saver.start(directory, State({"a": torch.arange(9)}))
+    while not publication.save.is_durable:
+        publication.save.advance()
+    for path in directory.iterdir():
+        age(path, 4000)
+    assert "since the tracker was written" in reasons(root, keep_last=1)[250]
+    prune(root, RetentionRules(keep_last=1))
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    saver.close()
 
 
 def test_a_removal_that_was_killed_goes_on_once_its_files_are_old(root):
@@ -84,6 +103,30 @@ def test_a_removal_that_was_killed_goes_on_once_its_files_are_old(root):
     assert "a save into it may be under way" in reasons(root, keep_last=4)[100]
     repair(place(root, 100), options=OPTIONS)
     assert complete(root) == NUMBERS
+
+
+def test_a_removal_that_was_killed_goes_on_though_its_files_are_newer_than_the_tracker(root):
+    """As those are of a checkpoint whose optimizer was removed, or of a copied run."""
+    age(root / TRACKER_NAME, 9000)
+    with pytest.raises(StorageError):
+        prune(root, RetentionRules(keep_last=4), faults="remove file:1:EIO")
+    assert removed(root, keep_last=4) == [100]
+
+
+def test_of_a_save_that_was_killed_files_of_ours_go_last(root):
+    """Their names alone show the next call whose the directory is."""
+    lose(root, 200)
+    put(root, 200, "notes.txt", 9000)
+    with pytest.raises(StorageError):
+        prune(root, RetentionRules(keep_last=4), faults="remove file:2:EIO")
+    assert removed(root, keep_last=4) == [200]
+
+
+def test_left_overs_stay_where_the_manifest_is_gone_since_the_plan(root):
+    put(root, 300, DEAD.data_file_name(0), 9000)
+    plan = plan_prune(root, RetentionRules(keep_last=9))
+    (place(root, 300) / MANIFEST_NAME).unlink()
+    assert plan.left_overs and remove_left_overs(plan.left_overs) == []
 
 
 def test_left_overs_beside_a_checkpoint_that_stays_go(root):
@@ -257,6 +300,25 @@ def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeyp
     assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
+
+
+@pytest.mark.parametrize("point", ["sync removal of manifest", "remove file"])
+def test_what_a_save_shares_with_the_checkpoint_that_is_removed_stays(tmp_path, monkeypatch, point):
+    """A job that was restarted within its process saves that iteration again."""
+    saver, frozen = new_saver(link_from=MIB), torch.nn.Parameter(torch.ones(MIB), requires_grad=False)
+    state = NamedState({"frozen": frozen, "x": torch.ones(3)}, Mutability.NOW)
+
+    def save_again() -> None:
+        assert saver.start(place(tmp_path, 100), state).wait() is Outcome.PUBLISHED
+
+    for number in (100, 200, 300):
+        saver.start(place(tmp_path, number), state).wait()
+    for path in tmp_path.rglob("*"):
+        age(path, 7200)
+    at_point(monkeypatch, point, save_again)
+    prune(tmp_path, RetentionRules(keep_last=2, min_age_seconds=0.0))
+    assert complete(tmp_path) == [100, 200, 300]
+    saver.close()
 
 
 def test_what_a_killed_removal_left_beside_a_later_save_is_a_left_over(root):

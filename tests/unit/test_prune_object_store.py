@@ -128,6 +128,7 @@ def test_a_call_that_is_killed_leaves_nothing_that_no_later_one_knows_as_ours(fa
             stores.remove(place(100) / name)
     stores.write(place(100) / "modelopt/state", b"in a folder of its own")
     make_older("run/", 7200)
+    stores.write(ROOT / TRACKER_NAME, b"300")
     with pytest.raises(StorageError, match="injected"):
         prune(ROOT, LAST, faults="remove file:2:EIO")
     assert [one.number for one in prune(ROOT, LAST)] == [100, 200]

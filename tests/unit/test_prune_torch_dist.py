@@ -179,6 +179,11 @@ def test_what_a_killed_prune_has_left_is_named(root: Path) -> None:
         prune(root, KEEP_ONE, FORMATS, faults="remove manifest:2:EIO")
 
 
+def test_a_save_into_what_a_killed_prune_has_left_is_complete(root: Path) -> None:
+    (place(root, 300) / REMOVAL_NAME).write_bytes(b"the index of the checkpoint before")
+    assert reasons(root, RetentionRules(keep_last=2))[300] == "one of the last 2"
+
+
 def test_a_save_that_begins_meanwhile_keeps_its_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves of torch_dist give their files the names that are there already."""
     from megatron_datastates.pipeline.upkeep import prune as module

@@ -472,6 +472,22 @@ def test_a_save_that_publishes_while_what_replaces_an_older_one_is_synced_stays(
     assert len(list(tmp_path.iterdir())) == 3, "nothing is left of what was not published"
 
 
+def test_a_removal_of_keys_publishes_nothing_where_the_manifest_was_removed_meanwhile(tmp_path, monkeypatch):
+    """As by `datastates prune`, which removes the data files next."""
+    ds.save({"a": torch.ones(8), "b": torch.zeros(8)}, tmp_path)
+    write_whole = remove_module.write_whole
+
+    def late(path, *args):
+        monkeypatch.setattr(remove_module, "write_whole", write_whole)
+        (tmp_path / MANIFEST_NAME).unlink()
+        write_whole(path, *args)
+
+    monkeypatch.setattr(remove_module, "write_whole", late)
+    with pytest.raises(StorageError, match="no keys were removed from"):
+        remove_keys(tmp_path, "b")
+    assert not (tmp_path / MANIFEST_NAME).exists()
+
+
 def test_an_index_that_another_removal_of_the_same_keys_has_published_stays(tmp_path, monkeypatch):
     ds.save({"a": torch.ones(8), "b": torch.zeros(8)}, tmp_path)
     write_whole = remove_module.write_whole

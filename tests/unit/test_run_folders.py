@@ -27,9 +27,12 @@ from megatron_datastates.convert import look
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.stored_arguments import _InertUnpickler, arguments_in, training_arguments
 from megatron_datastates.dcp import DataStatesWriter
+from megatron_datastates.engine.atomic_files import temporary_beside
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
+from megatron_datastates.pipeline.runs.run_folders import choose_checkpoint, is_run
 from megatron_datastates.pipeline.upkeep import retention
 from tests.unit.command import run
 from tests.unit.inspecting import output_of, refused
@@ -59,6 +62,11 @@ def a_run(request: pytest.FixtureRequest, both: Path, tmp_path: Path) -> Path:
 
 def rows(root: Path) -> list[dict[str, Any]]:
     return json.loads(output_of("ls", root, "--json"))
+
+
+def test_what_a_kill_leaves_of_the_list_of_jobs_makes_no_checkpoint_of_a_run(a_run: Path) -> None:
+    temporary_beside(a_run / JOBS_NAME, SaveId(7, 1)).touch()
+    assert is_run(a_run) and choose_checkpoint(a_run).directory == a_run / "iter_0000005"
 
 
 # -- ls ---------------------------------------------------------------------------------------------------

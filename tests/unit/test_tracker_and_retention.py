@@ -10,6 +10,7 @@ import inspect
 import logging
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -68,6 +69,13 @@ def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplo
     tracker_recovery.mend(root / TRACKER_NAME)
     assert (root / TRACKER_NAME).read_text() == "100"
     assert read(root, "iter_") == read(root, "iter_100 ?") == "200"
+
+
+def test_a_copy_under_a_name_that_megatron_does_not_load_is_none_to_resume_from(root: Path) -> None:
+    shutil.copytree(root / "iter_0000100", root / "iter_400")
+    assert read(root, "") == "200"
+    assert [*runs.find_published(root)] == [100]
+    assert retention.deletable(root, 1) == [root / "iter_0000100"], "neither the copy nor the newest one"
 
 
 def test_metadata_of_ours_without_a_manifest_is_no_checkpoint(root):

@@ -36,6 +36,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.runs import (
     find_iterations,
     is_complete,
+    is_named_by_megatron,
     read_tracked,
     tracked_iteration,
 )
@@ -107,7 +108,8 @@ def deletable(root: Path, leave: int) -> list[Path]:
         OSError: the directory cannot be listed, or its tracker not be read: what it names may be the one to
             resume from.
     """
-    found = [one for one in find_iterations(root) if not one.path.is_symlink()]
+    iterations = [one for one in find_iterations(root) if is_named_by_megatron(one.path)]
+    found = [one for one in iterations if not one.path.is_symlink()]
     complete = [one.number for one in found if one.complete]
     if not complete:
         return []

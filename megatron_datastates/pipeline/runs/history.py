@@ -199,7 +199,7 @@ def has_later_save(directory: Path, save_id: SaveId) -> bool:
 def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
     if point is not None and point.is_without_optimizer:
         return True  # its new save id is in no history
-    if point is None or point.save_id is None or point.ancestors is None:
+    if point is None or point.save_id is None:
         return False
     if last is not None and last.knows_its_ancestors:
         return not last.follows(point)

@@ -87,7 +87,9 @@ def is_run(directory: Path) -> bool:
 
 
 def _is_checkpoint(directory: Path, names: Collection[str]) -> bool:
-    return bool(TORCH_DIST_INDEX in names or any(map(is_own_file_name, names)) or stored_backend(directory))
+    # A kill while the list of jobs was written leaves a temporary file of ours in a run.
+    has_own = any(is_own_file_name(name) and not name.endswith(".tmp") for name in names)
+    return bool(TORCH_DIST_INDEX in names or has_own or stored_backend(directory))
 
 
 def has_folder(run: Path, name: str) -> bool:

@@ -50,6 +50,7 @@ from megatron_datastates.format.directory import (
     TORCH_DIST_INDEX,
     is_of_a_format,
     iteration_in_name,
+    iteration_name,
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
@@ -101,7 +102,8 @@ def _directories(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
     """Returns the directories of all published datastates checkpoints right under `root`, by iteration.
 
-    With those that cannot be looked at now, as another user's: each may be one.
+    With those that cannot be looked at now, as another user's: each may be one. Without those of other names
+    than Megatron's, such as `iter_300`: it loads none of them.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -109,7 +111,8 @@ def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
     return {
         one.number: one.path
         for one in find_iterations(root)
-        if (one.format == BACKEND and one.complete) or _is_hidden(one.path)
+        if is_named_by_megatron(one.path)
+        and ((one.format == BACKEND and one.complete) or _is_hidden(one.path))
     }
 
 
@@ -122,7 +125,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Returns the directories of all complete checkpoints under `root`, by iteration.
+    """Returns the directories of all complete checkpoints under `root` that Megatron loads, by iteration.
 
     Raises:
         OSError: `root` cannot be listed, or one of them cannot be looked at: it may be the newest.
@@ -130,8 +133,14 @@ def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:
     return {
         number: path
         for number, path in _directories(root)
-        if has_file(path / MANIFEST_NAME) or _answered_backend(path) not in (None, BACKEND)
+        if is_named_by_megatron(path)
+        and (has_file(path / MANIFEST_NAME) or _answered_backend(path) not in (None, BACKEND))
     }
+
+
+def is_named_by_megatron(path: Path) -> bool:
+    """Returns whether an iteration's directory has the name by which Megatron loads it: seven digits."""
+    return path.name == iteration_name(iteration_in_name(path.name) or 0)
 
 
 def format_seen(path: Path) -> str:

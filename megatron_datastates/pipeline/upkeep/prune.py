@@ -8,7 +8,7 @@ Protocol, for each directory, oldest first:
   3. sync the directory: from now on it is not a checkpoint, and REMOVAL_NAME shows the next call why;
   4. remove what is on the list, REMOVAL_NAME last, then the directory itself (what a crash brings back of
      it, a later call removes). If a save has begun meanwhile, its files, the directory and files of others
-     are kept.
+     are kept; if it has published, also what it shares with the old checkpoint.
 A kill leaves a complete checkpoint, or an incomplete directory that a later call removes. Only a kill (or
 a crash of the machine) within step 2, while a save publishes at that moment, loses what that save has
 published: its files are kept until they are MIN_AGE_SECONDS old, and `repair` rebuilds its manifest.
@@ -37,6 +37,7 @@ from megatron_datastates.errors import DataStatesError, StorageError, describe_e
 from megatron_datastates.files import Status, is_object, put_back, status_of
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.pipeline.publishing.presence import files_in_manifest
 from megatron_datastates.pipeline.runs.runs import Iteration
 from megatron_datastates.pipeline.upkeep.left_overs import content_of, is_gone
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
@@ -151,7 +152,11 @@ class _Removal:
             self._faults.point("remove file")
             if self._is_overwritten(name):
                 return "the old checkpoint is gone; a save into it has begun meanwhile"
-            if (self._is_ours and is_own_file_name(name)) or not self._has_begun():
+            if self._is_ours and is_own_file_name(name):
+                may_go = name not in files_in_manifest(self._index)  # of a save that has linked it again
+            else:
+                may_go = not self._has_begun()
+            if may_go:
                 _remove_entry(self._path / name)
         if REMOVAL_NAME in self._listed or self._content is not None:
             self._faults.point("remove file")
@@ -188,9 +193,9 @@ def _listed(path: Path) -> dict[str, Status | None]:
         return {}
 
 
-def _turn(name: str) -> tuple[bool, bool, str]:
+def _turn(name: str) -> tuple[bool, str]:
     """Sorts our files last: as long as anything is left, they show the next call that it may be removed."""
-    return (name == REMOVAL_NAME, is_own_file_name(name), name)
+    return (is_own_file_name(name), name)
 
 
 def _rename(index: Path) -> bool:

@@ -4,9 +4,10 @@ Always kept: the newest complete checkpoint; the one that the tracker names; dir
 the caller does not describe (OtherFormat), damaged ones, links, and what a link points to; and every
 directory that a save may be writing to. Those are directories with files of ours that no manifest names and
 that are younger than MIN_AGE_SECONDS, empty ones that are younger, and directories without a manifest of any
-age, unless both the tracker and a complete checkpoint are newer: then a crash left them. (Files that are old
-show no crash: a save that has written all of them waits for a fence and for polls, and training may stand
-still for hours between these, as in an evaluation.) Even of these, one
+age, unless both the tracker and a complete checkpoint are newer, and the tracker was written after their
+files: then a crash left them. (Files that are old show no crash: a save that has written all of them waits
+for a fence and for polls, and training may stand still for hours between these, as in an evaluation. After a
+rollback, the tracker goes on naming a later iteration until the first save is published.) Even of these, one
 with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
 which `repair` rebuilds.
 
@@ -27,12 +28,18 @@ from types import MappingProxyType
 from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.files import is_denied, is_object, names_in, path_of
-from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing.presence import missing_data_files
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.run_folders import why_no_run
-from megatron_datastates.pipeline.runs.runs import Iteration, find_answered, find_iterations, require_tracked
+from megatron_datastates.pipeline.runs.runs import (
+    Iteration,
+    find_answered,
+    find_iterations,
+    is_named_by_megatron,
+    require_tracked,
+)
 from megatron_datastates.pipeline.upkeep.left_overs import (
     UnnamedFile,
     age_text,
@@ -44,6 +51,7 @@ from megatron_datastates.pipeline.upkeep.left_overs import (
 
 _UNREADABLE = "it cannot be read: "
 _UNDER_WAY = "incomplete: its save may be under way, as the tracker names none that is newer and undamaged. "
+_SINCE = "incomplete: its save may be under way, as it has written files since the tracker was written. "
 _DEAD = "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
 _REPAIRABLE = "If no job runs, see datastates repair"
 
@@ -145,6 +153,7 @@ class _Listing:
 
     iterations: list[Iteration]
     tracked: int | None  # the iteration that the tracker names
+    tracked_at: float  # when it was written; 0 if there is none
     links: dict[str, str]  # their names, by what they point to
     uploads: list[UnnamedFile]  # to an object store, that have not ended
     note: str  # what could not be looked for
@@ -175,7 +184,11 @@ def _list(path: Path, others: OtherFormats) -> _Listing:
         raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
     if not iterations and not uploads:
         raise NotACheckpointError(why_no_run(path, or_else=""))
-    return _Listing(iterations, require_tracked(path / TRACKER_NAME), links, uploads, note)
+    tracker = path / TRACKER_NAME
+    tracked, tracked_at = require_tracked(tracker), 0.0
+    with contextlib.suppress(FileNotFoundError):
+        tracked_at = tracker.stat().st_mtime
+    return _Listing(iterations, tracked, tracked_at, links, uploads, note)
 
 
 def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
@@ -209,8 +222,7 @@ def _newer_than_index(iteration: Iteration, format: OtherFormat) -> list[Unnamed
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 status[entry.name] = entry.stat(follow_symlinks=False)
-    status.pop(REMOVAL_NAME, None)
-    published, now = status.get(format.index_name) if iteration.complete else None, time.time()
+    published, now = status.get(format.index_name), time.time()
     return [
         UnnamedFile(iteration.path / name, each.st_size, now - each.st_mtime)
         for name, each in sorted(status.items())
@@ -228,7 +240,7 @@ def _complaint(iteration: Iteration, others: OtherFormats) -> str | None:
     """Returns why the rules do not apply to this directory, or None."""
     if iteration.path.is_symlink():
         return "a link"
-    if iteration.path.name != iteration_name(iteration.number):
+    if not is_named_by_megatron(iteration.path):
         return "not named as Megatron names iterations"
     try:
         is_empty = not any(iteration.path.iterdir())
@@ -307,6 +319,10 @@ def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Ba
     own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
         return why
+    tracker_age = time.time() - basis.listing.tracked_at
+    may_be_new = not iteration.complete and not (iteration.path / REMOVAL_NAME).exists()
+    if may_be_new and any(file.age_seconds < tracker_age for file in unnamed):
+        return f"{_SINCE}{_DEAD}"
     if is_object(iteration.path):
         return None  # no object, no directory
     age = time.time() - iteration.path.stat().st_mtime
