@@ -125,7 +125,10 @@ class LoopDataLoader:
         """
         from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
-        is_forgotten = [int(self._loaded is not None and train_iterator is not None)]
+        # With virtual pipeline stages, Megatron passes a list: an iterator, or None, for each of them.
+        iterators = train_iterator if isinstance(train_iterator, list) else [train_iterator]
+        has_data = any(one is not None for one in iterators)
+        is_forgotten = [int(self._loaded is not None and has_data)]
         counts = sum_now(is_forgotten) if len(ranks_of()) > 1 else is_forgotten
         if counts[0]:
             raise ProviderError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -292,6 +293,21 @@ def test_a_load_forgets_the_position_of_an_earlier_one(
     loader = Plain("untouched")
     assert not loop.attach(loader, strict=True, restore=True)
     assert loader.position == "untouched"
+
+
+@pytest.mark.parametrize(
+    ("iterator", "is_refused"),
+    [(None, False), ([None, None], False), (iter("ab"), True), ([None, iter("ab")], True)],
+)
+def test_only_a_rank_with_data_has_a_loader_to_restore(
+    iterator: Any, is_refused: bool, loop: LoopDataLoader, tmp_path: Path
+) -> None:
+    """With virtual pipeline stages, Megatron has a list of iterators, which are None where nobody reads."""
+    save_of(1, tmp_path / "c")
+    loop.require_restored(iterator)
+    loop.restore(PrefixReader(ds.open(tmp_path / "c"), "data"))
+    with pytest.raises(ProviderError, match="on 1 of 1 ranks") if is_refused else contextlib.nullcontext():
+        loop.require_restored(iterator)
 
 
 def test_a_position_that_is_loaded_after_a_restart_is_for_the_next_loader(
