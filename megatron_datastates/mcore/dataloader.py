@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_datastates.errors import ProviderError
-from megatron_datastates.mcore.providers import DATA_LOADER, register
+from megatron_datastates.mcore.providers import register_loader
 from megatron_datastates.providers.base import StateReader
 from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
 from megatron_datastates.providers.objects import ObjectSource
@@ -70,13 +70,13 @@ class LoopDataLoader:
             if found is not None:
                 attached.set(found)
         self._attached, self._loaded, self._expects_another = attached, None, False
-        register({DATA_LOADER: self})
+        register_loader(self)
         return found is not None
 
     def note_iterator(self, train_iterator: Any) -> None:
         """Notes the iterator whose position `--dataloader-save` wants saved, on ranks that have one."""
         self._iterator = train_iterator
-        register({DATA_LOADER: self})
+        register_loader(self)
 
     def entries(self) -> Iterable[ObjectSource]:
         """Yields the position of this rank's loader, if this rank stores one."""

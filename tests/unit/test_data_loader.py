@@ -179,6 +179,7 @@ def test_a_loader_without_a_position_is_refused() -> None:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> LoopDataLoader:
     monkeypatch.setattr(mcore_providers, "_registered", {})
+    monkeypatch.setattr(mcore_providers, "_of_loop", {})
     return LoopDataLoader()
 
 
@@ -203,6 +204,19 @@ def test_a_second_loader_is_refused(loop: LoopDataLoader) -> None:
     loop.attach(Plain(), strict=True, restore=True)
     with pytest.raises(ProviderError, match="a data loader is attached already"):
         loop.attach(Plain(), strict=True, restore=True)
+
+
+@pytest.mark.parametrize("first", ["the loop's", "another"])
+def test_another_provider_of_the_loops_name_is_refused(first: str, loop: LoopDataLoader) -> None:
+    """One of the two would be saved, and the other's position be lost."""
+    steps = [
+        lambda: loop.attach(Plain(), strict=True, restore=True),
+        lambda: mcore_providers.register([DataLoaderState(Plain())]),
+    ]
+    for step in steps if first == "the loop's" else reversed(steps):
+        step()
+    with pytest.raises(ProviderError, match=r"are called 'dataloader'.* for the training"):
+        mcore_providers.registered()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from megatron_datastates.errors import (
     ProviderError,
     SaveFailedError,
 )
+from megatron_datastates.mcore.providers import registered
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import (
     Entry,
@@ -355,3 +356,18 @@ def test_a_fence_waits_for_an_object_that_may_change_after_it(tmp_path: Path) ->
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
     assert (ds.open(tmp_path / "c").read_object("value")["w"] == 1).all()
+
+
+def test_providers_of_two_functions_that_have_one_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of them would be saved."""
+    (tmp_path / "two_of_one_name.py").write_text(
+        "from megatron_datastates.providers.named import NamedState\n"
+        "def first(): return {'a': NamedState({}), 'b': NamedState({})}\n"
+        "def second(): return {'b': NamedState({})}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registered("two_of_one_name:first").keys() >= {"a", "b"}
+    with pytest.raises(ProviderError, match=r"called 'b', the second of --datastates-providers .*:second:"):
+        registered("two_of_one_name:first,two_of_one_name:second")
