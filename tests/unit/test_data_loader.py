@@ -382,7 +382,8 @@ def test_energons_states_are_restored_with_their_classes_from_plain_data(
     energon: Any, tmp_path: Path
 ) -> None:
     inner = energon.Flexible(rng=b"bytes", buffer=[(1, "a"), (2, "b")])
-    states = [energon.WorkerState(position=4, inner=inner), energon.WorkerState(position=5, inner=None)]
+    last = energon.WorkerState(position=5, inner={"by name": energon.WorkerState(position=6, inner=None)})
+    states = [energon.WorkerState(position=4, inner=inner), last]
     ds.save({"data": DataLoaderState(Energons(states))}, tmp_path / "c")
     loader = Energons()
     ds.load(tmp_path / "c", into={"data": DataLoaderState(loader)})

@@ -23,6 +23,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.mcore.providers import registered
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving.tail import Tail
 from megatron_datastates.providers.base import (
     Entry,
     Mutability,
@@ -31,7 +32,7 @@ from megatron_datastates.providers.base import (
     Tensors,
     TensorSource,
 )
-from megatron_datastates.providers.collect import kind_of, named
+from megatron_datastates.providers.collect import collect, kind_of, named
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource
 from megatron_datastates.providers.transforms import Cast, Compressed
@@ -356,6 +357,20 @@ def test_a_fence_waits_for_an_object_that_may_change_after_it(tmp_path: Path) ->
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
     assert (ds.open(tmp_path / "c").read_object("value")["w"] == 1).all()
+
+
+@pytest.mark.parametrize(("mutability", "waits"), [(NOW, False), (AT_FENCE, True), (NEVER, False)])
+def test_a_fence_waits_only_for_objects_that_may_change_at_it(mutability: Mutability, waits: bool) -> None:
+    class Two:
+        def entries(self) -> Iterator[Entry]:
+            yield ObjectSource("a", {"step": 1}, mutability)
+            yield ObjectSource("b", {"step": 2}, NEVER)
+
+        def restore(self, reader: StateReader) -> None: ...
+
+    tail = Tail(trust_objects=False)
+    tail.secure(collect({"": Two()}))
+    assert tail.wait_read(0.0) != waits
 
 
 def test_providers_of_two_functions_that_have_one_name_are_refused(
