@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_datastates.errors import ProviderError
-from megatron_datastates.mcore.providers import DATA_LOADER, register
+from megatron_datastates.mcore.providers import register_loader
 from megatron_datastates.providers.base import StateReader
 from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
 from megatron_datastates.providers.objects import ObjectSource
@@ -70,13 +70,13 @@ class LoopDataLoader:
             if found is not None:
                 attached.set(found)
         self._attached, self._loaded, self._expects_another = attached, None, False
-        register({DATA_LOADER: self})
+        register_loader(self)
         return found is not None
 
     def note_iterator(self, train_iterator: Any) -> None:
         """Notes the iterator whose position `--dataloader-save` wants saved, on ranks that have one."""
         self._iterator = train_iterator
-        register({DATA_LOADER: self})
+        register_loader(self)
 
     def entries(self) -> Iterable[ObjectSource]:
         """Yields the position of this rank's loader, if this rank stores one."""
@@ -125,7 +125,10 @@ class LoopDataLoader:
         """
         from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 
-        is_forgotten = [int(self._loaded is not None and train_iterator is not None)]
+        # With virtual pipeline stages, Megatron passes a list: an iterator, or None, for each of them.
+        iterators = train_iterator if isinstance(train_iterator, list) else [train_iterator]
+        has_data = any(one is not None for one in iterators)
+        is_forgotten = [int(self._loaded is not None and has_data)]
         counts = sum_now(is_forgotten) if len(ranks_of()) > 1 else is_forgotten
         if counts[0]:
             raise ProviderError(

@@ -24,6 +24,7 @@ GROUP = "megatron_datastates.providers"
 DATA_LOADER = "dataloader"  # name of the provider of the training loop's data loader (dataloader.py)
 Providers = Mapping[str, "StateProvider"] | Iterable["StateProvider"]
 _registered: dict[str, StateProvider] = {}
+_of_loop: dict[str, StateProvider] = {}  # the loop's data loader, under its name
 
 
 def register(providers: Providers) -> None:
@@ -37,6 +38,11 @@ def register(providers: Providers) -> None:
     _registered.update(named(providers))
 
 
+def register_loader(provider: StateProvider) -> None:
+    """Includes the training loop's data loader in all later saves and loads of this process."""
+    _of_loop[DATA_LOADER] = provider
+
+
 def registered(functions: str = "") -> dict[str, StateProvider]:
     """Returns the providers of packages, of the option `providers`, and those registered, by name.
 
@@ -44,9 +50,23 @@ def registered(functions: str = "") -> dict[str, StateProvider]:
         functions: the option's value.
 
     Raises:
-        ProviderError: a function of theirs failed, or returned something else.
+        ProviderError: a function of theirs failed, or returned something else; or two have one name, and the
+            second is not one that was registered.
     """
-    return {**_of_packages(), **_of_functions(functions), **_registered}
+    found = dict(_of_packages())
+    _add(found, _of_functions(functions), "of --datastates-providers")
+    found.update(_registered)
+    _add(found, _of_loop, "for the training loop's data loader")
+    return found
+
+
+def _add(found: dict[str, StateProvider], others: Mapping[str, StateProvider], what: str) -> None:
+    """Adds providers. Raises ProviderError if one has the name of another, which would not be saved."""
+    for name in found.keys() & others.keys():
+        raise ProviderError(
+            f"two state providers are called {name!r}, the second {what}: rename the other, or leave one out"
+        )
+    found.update(others)
 
 
 def find_functions(functions: str) -> dict[str, Callable[[], Any]]:
@@ -76,7 +96,8 @@ def _find(name: str) -> Callable[[], Any]:
 def _of_functions(functions: str) -> dict[str, StateProvider]:
     found: dict[str, StateProvider] = {}
     for name, function in find_functions(functions).items():
-        found.update(_made_by(function, f"of --datastates-providers {name}"))
+        what = f"of --datastates-providers {name}"
+        _add(found, _made_by(function, what), what)
     return found
 
 
@@ -85,7 +106,7 @@ def _of_packages() -> dict[str, StateProvider]:
     found: dict[str, StateProvider] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         what = f"{entry.name!r} ({entry.value}) of an installed package"
-        found.update(_made_by(lambda entry=entry: entry.load()(), what))  # type: ignore[misc]
+        _add(found, _made_by(lambda entry=entry: entry.load()(), what), what)  # type: ignore[misc]
     return found
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.activation import WATCHED_MODULES
@@ -75,6 +76,19 @@ def test_package_itself_imports_nothing() -> None:
 def test_hook_is_installed_once_by_torch_or_by_hand() -> None:
     assert run(f"import torch; {HOOKS}") == "1"
     assert run(f"import torch, megatron_datastates.mcore as m; m.autoload(); {HOOKS}") == "1"
+
+
+def test_hook_is_installed_once_though_our_modules_are_imported_again() -> None:
+    again = "for n in [n for n in sys.modules if n.startswith('megatron_datastates')]: del sys.modules[n]\n"
+    imported = "import megatron_datastates.mcore, megatron.core.dist_checkpointing.core as c\n"
+    code = f"import sys, torch\n{again}{imported}print(c.maybe_load_config._is_datastates_hook)\n{HOOKS}"
+    assert run(code).split() == ["True", "1"]
+
+
+def test_a_folder_with_the_name_of_a_watched_module_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch_memory_saver").mkdir()
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    assert run(f"import torch; {path}; import torch_memory_saver as m; print(m.__file__)") == "None"
 
 
 def test_hook_is_installed_by_hand_where_torch_does_not_load_backends() -> None:

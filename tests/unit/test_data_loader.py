@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -178,6 +179,7 @@ def test_a_loader_without_a_position_is_refused() -> None:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> LoopDataLoader:
     monkeypatch.setattr(mcore_providers, "_registered", {})
+    monkeypatch.setattr(mcore_providers, "_of_loop", {})
     return LoopDataLoader()
 
 
@@ -202,6 +204,19 @@ def test_a_second_loader_is_refused(loop: LoopDataLoader) -> None:
     loop.attach(Plain(), strict=True, restore=True)
     with pytest.raises(ProviderError, match="a data loader is attached already"):
         loop.attach(Plain(), strict=True, restore=True)
+
+
+@pytest.mark.parametrize("first", ["the loop's", "another"])
+def test_another_provider_of_the_loops_name_is_refused(first: str, loop: LoopDataLoader) -> None:
+    """One of the two would be saved, and the other's position be lost."""
+    steps = [
+        lambda: loop.attach(Plain(), strict=True, restore=True),
+        lambda: mcore_providers.register([DataLoaderState(Plain())]),
+    ]
+    for step in steps if first == "the loop's" else reversed(steps):
+        step()
+    with pytest.raises(ProviderError, match=r"are called 'dataloader'.* for the training"):
+        mcore_providers.registered()
 
 
 @pytest.fixture
@@ -294,6 +309,21 @@ def test_a_load_forgets_the_position_of_an_earlier_one(
     assert loader.position == "untouched"
 
 
+@pytest.mark.parametrize(
+    ("iterator", "is_refused"),
+    [(None, False), ([None, None], False), (iter("ab"), True), ([None, iter("ab")], True)],
+)
+def test_only_a_rank_with_data_has_a_loader_to_restore(
+    iterator: Any, is_refused: bool, loop: LoopDataLoader, tmp_path: Path
+) -> None:
+    """With virtual pipeline stages, Megatron has a list of iterators, which are None where nobody reads."""
+    save_of(1, tmp_path / "c")
+    loop.require_restored(iterator)
+    loop.restore(PrefixReader(ds.open(tmp_path / "c"), "data"))
+    with pytest.raises(ProviderError, match="on 1 of 1 ranks") if is_refused else contextlib.nullcontext():
+        loop.require_restored(iterator)
+
+
 def test_a_position_that_is_loaded_after_a_restart_is_for_the_next_loader(
     loop: LoopDataLoader, load_checkpoint: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -352,7 +382,8 @@ def test_energons_states_are_restored_with_their_classes_from_plain_data(
     energon: Any, tmp_path: Path
 ) -> None:
     inner = energon.Flexible(rng=b"bytes", buffer=[(1, "a"), (2, "b")])
-    states = [energon.WorkerState(position=4, inner=inner), energon.WorkerState(position=5, inner=None)]
+    last = energon.WorkerState(position=5, inner={"by name": energon.WorkerState(position=6, inner=None)})
+    states = [energon.WorkerState(position=4, inner=inner), last]
     ds.save({"data": DataLoaderState(Energons(states))}, tmp_path / "c")
     loader = Energons()
     ds.load(tmp_path / "c", into={"data": DataLoaderState(loader)})

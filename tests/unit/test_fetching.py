@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -69,3 +71,29 @@ def test_an_interrupted_read_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch
     finally:
         signal.signal(signal.SIGINT, before)
     assert open_files(Path("/memfd:datastates-window")) == []
+
+
+def test_few_windows_are_fetched_before_they_are_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or an object larger than memory could not be read."""
+    count, fetched, most = 40, list[int](), 0
+    monkeypatch.setattr(fetching, "_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(fetching, "_GAP_BYTES", 0)
+
+    def read(path: Path, offset: int, size: int) -> bytes:
+        fetched.append(offset)
+        return bytes(size)
+
+    def deliver(path: Path, file: int, spans: ReadSpans) -> None:
+        nonlocal delivered, most
+        time.sleep(0.01)  # enough for all threads
+        most = max(most, len(fetched) - delivered)
+        delivered += 1
+
+    delivered = 0
+    one = one_byte()
+    spans = one.take(np.zeros(count, np.intp))
+    spans = dataclasses.replace(spans, offsets=np.arange(count, dtype=np.uint64) * np.uint64(MIB))
+    monkeypatch.setattr(fetching.stores, "read", read)
+    total = read_through_windows([(Path("object"), count * MIB)], spans, deliver, lambda _: None)
+    assert (total, delivered, sorted(fetched)) == (count * MIB, count, [n * MIB for n in range(count)])
+    assert most <= fetching._IN_FLIGHT < count

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,10 @@ from megatron_datastates.errors import (
     ProviderError,
     SaveFailedError,
 )
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.mcore.providers import registered
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving.tail import Tail
 from megatron_datastates.providers.base import (
     Entry,
     Mutability,
@@ -30,7 +35,7 @@ from megatron_datastates.providers.base import (
     Tensors,
     TensorSource,
 )
-from megatron_datastates.providers.collect import kind_of, named
+from megatron_datastates.providers.collect import collect, kind_of, named
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource
 from megatron_datastates.providers.transforms import Cast, Compressed
@@ -355,3 +360,62 @@ def test_a_fence_waits_for_an_object_that_may_change_after_it(tmp_path: Path) ->
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
     assert (ds.open(tmp_path / "c").read_object("value")["w"] == 1).all()
+
+
+@pytest.mark.parametrize(("mutability", "waits"), [(NOW, False), (AT_FENCE, True), (NEVER, False)])
+def test_a_fence_waits_only_for_objects_that_may_change_at_it(mutability: Mutability, waits: bool) -> None:
+    class Two:
+        def entries(self) -> Iterator[Entry]:
+            yield ObjectSource("a", {"step": 1}, mutability)
+            yield ObjectSource("b", {"step": 2}, NEVER)
+
+        def restore(self, reader: StateReader) -> None: ...
+
+    tail = Tail(trust_objects=False)
+    tail.secure(collect({"": Two()}))
+    assert tail.wait_read(0.0) != waits
+
+
+class _Entry:
+    """A stream that notes until when its bytes have to be in slots; its memory is the program's."""
+
+    def __init__(self, key: str, mutability: Mutability, writer: Any) -> None:
+        self.key, self.mutability, self.kind = key, mutability, Kind.STREAM
+        self.writer, self.deadlines = writer, list[float | None]()
+
+    def snapshot(self, budget: Any) -> None:
+        return None
+
+    def write(self, write: Any) -> None:
+        self.deadlines.append(self.writer.deadline)
+        write(b"bytes")
+
+
+def test_the_deadline_is_for_what_may_change_at_once_and_nothing_written_is_held() -> None:
+    writer = SimpleNamespace(deadline=None, position=0, begin_entry=lambda: 0, write=len)
+    entries = [_Entry("now", NOW, writer), _Entry("later", NEVER, writer)]
+    deadlines, held = [one.deadlines for one in entries], [weakref.ref(one) for one in entries]
+    provider = SimpleNamespace(entries=lambda: iter(entries), restore=None)
+    tail = Tail(trust_objects=False)
+    tail.secure(collect({"": provider}))
+    entries.clear()
+    tail.write_now(writer, 7.0)
+    assert [one() is None for one in held] == [True, False]
+    tail.write_later(writer)
+    assert [one() is None for one in held] == [True, True]
+    assert deadlines == [[7.0], [None]]
+
+
+def test_providers_of_two_functions_that_have_one_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of them would be saved."""
+    (tmp_path / "two_of_one_name.py").write_text(
+        "from megatron_datastates.providers.named import NamedState\n"
+        "def first(): return {'a': NamedState({}), 'b': NamedState({})}\n"
+        "def second(): return {'b': NamedState({})}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registered("two_of_one_name:first").keys() >= {"a", "b"}
+    with pytest.raises(ProviderError, match=r"called 'b', the second of --datastates-providers .*:second:"):
+        registered("two_of_one_name:first,two_of_one_name:second")

@@ -51,7 +51,9 @@ class _Finder:
 
 
 def _attach_after_execution(spec: Any) -> None:
-    execute = spec.loader.exec_module
+    execute = getattr(spec.loader, "exec_module", None)
+    if execute is None:  # a folder without a module in it, as a clone of a repository may be
+        return
 
     def exec_module(module: Any) -> None:
         execute(module)
@@ -100,7 +102,8 @@ def _refuse_saves(module: Any, error: Exception) -> None:
 def autoload() -> None:
     """Installs the import hook, and attaches to watched modules that are imported already. Idempotent."""
     try:
-        if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # By name: after a reload of this module, the class is another one, and two would ask each other.
+        if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _Finder())
         for name in WATCHED_MODULES & sys.modules.keys():

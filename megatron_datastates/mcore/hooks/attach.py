@@ -27,8 +27,7 @@ def replace(owner: Any, name: str, wrapper: Wrapper, everywhere: bool = True) ->
 
     With `everywhere`, also replaces it in modules that have imported it by name.
     """
-    # Looked up in the owner itself: if a base class has its hook already, this class still needs one.
-    original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+    original = getattr(owner, name)
     if getattr(original, "_is_datastates_hook", False):
         return
     replacement = functools.wraps(original)(wrapper(original))
