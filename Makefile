@@ -8,7 +8,7 @@ SEED := 1
 RANK_TESTS := tests/model tests/multirank tests/frameworks tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-ranks test-long test-faults test-filesystem test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-filesystem test-versions test-lowest test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets and variables
@@ -47,6 +47,10 @@ test-filesystem: env ## run the tests that depend most on the file system in DIR
 test-versions: env ## run the conformance tests with other releases of Megatron-Core
 	@tools/env/versions.sh $(VERSIONS)
 
+# Not part of `test`, because it takes as long as all other tests of one process. CI runs a part of it.
+test-lowest: env ## run the tests of one process with the lowest releases of msgspec, numpy and others
+	@tools/env/lowest.sh
+
 # Not part of `test`: Transformer Engine has to be built first, which takes half an hour.
 test-te: env ## build Transformer Engine and test its layers, extra states and quantized weights on the CPU
 	@tools/env/te.sh
@@ -63,6 +67,7 @@ test-long: env ## run what is too long for CI: all cases, other releases complet
 	@$(BIN)/python -m pytest -m long tests/golden tests/native tests/unit
 	@$(MAKE) test-ranks
 	@$(MAKE) test-versions
+	@$(MAKE) test-lowest
 	@$(MAKE) test-native-sanitizers
 	@$(MAKE) test-faults
 
