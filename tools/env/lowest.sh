@@ -24,5 +24,5 @@ fi
 echo "[lowest] ${lowest[*]}"
 # shellcheck disable=SC2086  # ARGS holds several words
 PYTHONPATH=$folder "$python" -m pytest -q -p no:cacheprovider -p no:zarr -m "not long" \
-  ${ARGS:-tests/golden tests/unit} -k "not zarr and not show_and_args_import" \
+  ${ARGS:--n 2 tests/golden tests/unit} -k "not zarr and not show_and_args_import" \
   --ignore tests/unit/test_zarr_view.py --ignore tests/unit/test_zarr_legacy.py
