@@ -55,7 +55,7 @@ def tiles(whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDAr
     if 0 in whole:
         return True
     if len(shapes) == 1:  # as most are, and there are many
-        return shapes[0].tolist() == list(whole) and not offsets.any()
+        return bool(shapes[0].tolist() == list(whole))
     # Only axes on which a box is shorter than the tensor matter.
     cut = np.flatnonzero((shapes != np.array(whole, np.int64)).any(axis=0)).tolist()
     size = [whole[axis] for axis in cut]

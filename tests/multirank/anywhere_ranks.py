@@ -168,23 +168,29 @@ class Announcements(logging.Handler):
 
 def pieces(training: Training, *, main: bool) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
     """Yields (key, offset, global shape, values) of all states of this rank's parameters."""
-    distributed = any(hasattr(one, "buffers") for one in chain_of(training))
-    for shard in shards_in_memory(training, main=main) if distributed else whole_shards(training, main=main):
+    distributed = [hasattr(one, "buffers") for one in links(training.optimizer)]
+    for shard in (
+        *(shards_in_memory(training, main=main) if any(distributed) else ()),
+        *(() if all(distributed) else whole_shards(training, main=main)),
+    ):
         shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
         values = shard.data.detach().reshape(shape).clone()
         yield shard.key, tuple(shard.global_offset), tuple(shard.global_shape), values
 
 
-def chain_of(training: Training) -> list[Any]:
-    return list(getattr(training.optimizer, "chained_optimizers", [training.optimizer]))
+def links(optimizer: Any) -> list[Any]:
+    """Returns the optimizers of a chain, of chains of them, or this one."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [link for one in chained for link in links(one)]
 
 
 def whole_shards(training: Training, *, main: bool) -> Iterator[Any]:
-    """Yields the same of an optimizer that is not distributed, which holds states in the model's shards."""
+    """Yields the same of optimizers that are not distributed, which hold states in the model's shards."""
     kinds = (ShardedTensor, ShardedTensorFactory)
     for item in nested_values(training.sharded()["optimizer"]):
-        if isinstance(item, kinds):
-            item = dataclasses.replace(item, key=item.key.replace(".fp32_param.", ".param."))
+        if isinstance(item, kinds) and "optimizer.state." in item.key:
+            key = item.key[item.key.index("optimizer.state.") :].replace(".fp32_param.", ".param.")
+            item = dataclasses.replace(item, key=key)
             for shard in nested_values(item.build()) if hasattr(item, "build") else [item]:
                 if not main or is_main_replica(shard.replica_id):
                     yield shard
@@ -213,9 +219,10 @@ def compare(training: Training, truth: dict[str, torch.Tensor], layout: Layout, 
         keys.append(key)
     for group in training.optimizer.param_groups:
         assert group["lr"] == mark(group), (layout, group["lr"])
-    for chained in chain_of(training):
+    steps = set()
+    for chained in links(training.optimizer):
         groups = [group for group in chained.optimizer.param_groups if group["params"]]
         states = [chained.optimizer.state[param] for group in groups for param in group["params"]]
-        steps = {int(holder["step"]) for holder in (*groups, *states) if "step" in holder}
-        assert steps == {2}, (steps, layout)
+        steps |= {int(holder["step"]) for holder in (*groups, *states) if "step" in holder}  # Muon has none
+    assert steps == {2}, (steps, layout)
     return sorted(set(keys))

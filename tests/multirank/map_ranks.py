@@ -112,7 +112,8 @@ def shards_in_memory(training: Training, *, main: bool = True) -> Iterator[Shard
     for item in (item for item in nested_values(model) if isinstance(item, kinds)):
         whole = item.data if item.data._base is None else item.data._base
         sharded.setdefault(id(whole), []).append(item)
-    for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+    chained = getattr(training.optimizer, "chained_optimizers", [training.optimizer])
+    for optimizer in (one for one in chained if hasattr(one, "buffers")):
         for param, states in gathered(optimizer):
             items = sorted(sharded[id(param)], key=lambda item: item.data.storage_offset())
             for state, value in states.items():

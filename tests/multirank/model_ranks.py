@@ -68,6 +68,7 @@ PRECISION_AWARE, REMAINDERS = "precision-aware ", "remainders "
 OFFLOADED = "half offloaded "
 LAYER_WISE = "layer-wise"
 MUON = "muon"
+BUCKETS = " beside buckets"  # what Muon does not train has a distributed optimizer, as in Megatron's loop
 
 
 @dataclass
@@ -120,7 +121,7 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     """Builds a model in this layout, fills all its tensors, and adds an optimizer.
 
     `optimizer` is the sharding type of a distributed one, PRECISION_AWARE, REMAINDERS or OFFLOADED + that,
-    LAYER_WISE, NOT_DISTRIBUTED, MUON, or LAYER_WISE + " " + MUON.
+    LAYER_WISE, NOT_DISTRIBUTED, MUON, or LAYER_WISE + " " + MUON, to which BUCKETS may be added.
     """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -147,6 +148,7 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if optimizer is None:
         return Training(chunks, None, metadata | groups)
+    has_buckets, optimizer = optimizer.endswith(BUCKETS), optimizer.removesuffix(BUCKETS)
     is_muon = optimizer.endswith(MUON)
     is_distributed = optimizer not in (NOT_DISTRIBUTED, LAYER_WISE) and not is_muon
     kind: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
@@ -170,7 +172,13 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     config_of_optimizer = OptimizerConfig(
         optimizer=name, lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind
     )
-    wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
+    wrapped = (
+        with_buckets(config, ddp, wrapped)
+        if has_buckets
+        else [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
+    )
+    if has_buckets:
+        metadata["distrib_optim_sharding_type"] = "dp_reshardable"
     if is_distributed:
         metadata["distrib_optim_sharding_type"] = optimizer
     if optimizer == LAYER_WISE:
@@ -189,6 +197,24 @@ def split_qkv(nested: Any) -> Any:
         return nested
     rows = nested.data.shape[0] // 3
     return _split_tensor_factory(nested, [rows, rows, rows], ["query", "key", "value"], 0)
+
+
+def with_buckets(config: Any, ddp: DistributedDataParallelConfig, chunks: list[Any]) -> list[Any]:
+    """Returns wrapped chunks in which only what Muon does not train is in buckets of a distributed optimizer.
+
+    As `wrap_model_chunks_with_ddp` of Megatron's training loop makes them since 0.19.
+    """
+    from megatron.core.optimizer import layer_wise_optimizer
+
+    ddp.use_distributed_optimizer = True
+    layer_wise_optimizer.tag_params_for_buffer_routing(chunks)
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    compute = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout
+    layouts = [compute(list(chunk.parameters()), ddp.bucket_size, ranks, ddp) for chunk in chunks]
+    return [
+        DistributedDataParallel(config, ddp, chunk, full_param_layout=layout)
+        for chunk, layout in zip(chunks, layouts, strict=True)
+    ]
 
 
 def layer_wise(config: OptimizerConfig, wrapped: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,25 @@ def test_state_of_a_layer_wise_optimizer_fits_buckets_and_bucket_state_fits_it(
     run(world, tmp_path / "buckets", "load", 0, [even, PP2 | even], {"kind": LAYER_WISE}, ranks=2)
     run(world, tmp_path / "whole", "save", [even], LAYER_WISE, ranks=2)
     run(world, tmp_path / "whole", "load", 0, [even, TP2 | even, PP2 | even], {}, ranks=2)
+
+
+@pytest.mark.skipif(
+    not find_spec("emerging_optimizers") or RELEASE < "0.19",
+    reason="emerging-optimizers is not installed, or Megatron makes no buckets beside Muon",
+)
+def test_muons_state_fits_other_layouts_with_the_buckets_beside_it(world: World, tmp_path: Path) -> None:
+    """Megatron's loop makes both of `--optimizer muon --use-distributed-optimizer`."""
+    kind = "layer-wise muon"
+    run(world, tmp_path, "save", [DENSE, TP2], f"{kind} beside buckets", ranks=2)
+    how = {"kind": f"{kind} beside buckets"}
+    for number, layouts in enumerate([[TP2, PP2, DENSE], [DENSE, PP2, TP2]]):
+        found = run(world, tmp_path, "load", number, layouts, how, ranks=2)
+        assert found["restated"] == [1, 1, 0]
+        for name in ("momentum_buffer", "exp_avg_sq", "param"):
+            assert any(f"optimizer.state.{name}." in key for key in found["compared"][0])
+    run(world, tmp_path, "load", 0, [TP2, PP2, DENSE], {"kind": kind}, ranks=2)
+    run(world, tmp_path / "whole", "save", [TP2], kind, ranks=2)
+    run(world, tmp_path / "whole", "load", 0, [DENSE, PP2, TP2], how, ranks=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

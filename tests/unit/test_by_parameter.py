@@ -221,6 +221,30 @@ def test_remainders_of_main_parameters_do_not_become_main_parameters(tmp_path: P
     assert not (tmp_path / "new").exists()
 
 
+def test_an_optimizer_beside_buckets_does_not_lose_its_groups(tmp_path: Path) -> None:
+    """As Muon, whose groups are in the common state; what is stored in buckets has them beside its map."""
+    described = bucket(12, parameter("w", 0, 12, shard("w", (12,), (0,), (12,), 0, (1,))))
+    muon = {"optimizer": {"param_groups": [{"lr": 1.0}]}}
+    common = COMMON | {"optimizer": {0: muon, 1: COMMON["optimizer"]}}
+    saver = new_saver()
+    save(
+        saver,
+        tmp_path / "c",
+        {
+            f"chained_1.{PREFIX}0.{BUCKET}.exp_avg": torch.zeros(12),
+            "chained_0.optimizer.state.momentum_buffer.v": torch.zeros(3),
+        },
+        {
+            f"chained_1.{PREFIX}0.datastates_map/shard_0_1": [map_of(described)],
+            COMMON_STATE_KEY: [common],
+        },
+    )
+    saver.close()
+    code, _, error = run("convert", tmp_path / "c", tmp_path / "new", "--optimizer", "fully-reshardable")
+    assert code == 2 and "stores 'chained_0.optimizer.state.momentum_buffer.v' by parameter" in error
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_map_beside_a_checkpoint_of_torch_dist_is_not_denied_and_the_way_back_is_named(
     tmp_path: Path,
 ) -> None:

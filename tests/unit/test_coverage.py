@@ -116,6 +116,11 @@ def test_a_grid_is_proven_and_never_looked_at_box_by_box(cuts, monkeypatch):
     assert coverage_faults("w", entry) == []
 
 
+def test_corners_at_the_ends_of_different_axes_are_not_taken_for_each_other():
+    """An element is in no box, and its neighbour in two."""
+    assert not tiles((3, 2), *columns((3, 2), [((1, 0), (2, 2)), ((0, 0), (2, 1))]))
+
+
 @pytest.mark.parametrize("limit", ["_MOST_CORNERS", "_MOST_PLACES"])
 def test_what_is_too_large_for_the_proof_is_looked_at_box_by_box(limit, monkeypatch):
     monkeypatch.setattr(coverage, limit, 3)

@@ -125,6 +125,31 @@ def test_experts_without_a_group_of_their_own_take_the_one_of_the_others() -> No
     assert matched(own | {"is_expert_parallel": False}, stored(EXPERT), NAMES) == DECAYED
 
 
+TWO = torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ({"a": TWO.clone(), "b": [1, (2, None)]}, True),
+        ({"a": TWO + 1, "b": [1, (2, None)]}, False),
+        ({"a": TWO.double(), "b": [1, (2, None)]}, False),
+        ({"a": 1.0, "b": [1, (2, None)]}, False),
+        ({"a": TWO}, False),
+        ({"a": TWO, "b": [1, (2, None)], "c": 1}, False),
+        ({"a": TWO, "b": [1, (3, None)]}, False),
+        ({"a": TWO, "b": [1]}, False),
+        ({"a": TWO, "b": [1, (2, None), 3]}, False),
+        ({"a": TWO, "b": [True, (2, None)]}, False),
+        ({"a": TWO, "b": 1}, False),
+        ([TWO, [1, (2, None)]], False),
+    ],
+)
+def test_options_are_equal_in_every_part_and_of_one_kind(other: Any, same: bool) -> None:
+    one = {"a": TWO, "b": [1, (2, None)]}
+    assert equal(one, other) is equal(other, one) is same
+
+
 def test_names_of_nemo_and_options_that_are_not_set_are_the_same() -> None:
     found = matched(
         {"pre_wd_mult": 0.0, "pre_lr_mult": 1.0, "max_lr": None}, stored(PLAIN), (*NAMES[:2], "max_lr")

@@ -169,6 +169,35 @@ def test_columns_are_put_together_in_the_memory_of_the_optimizer(tmp_path: Path)
     assert "left" not in optimizer and loaded["iteration"] == 3
 
 
+def test_an_optimizer_that_is_stored_by_parameter_beside_buckets_is_loaded(tmp_path: Path) -> None:
+    """Muon and Adam, as `--optimizer muon --use-distributed-optimizer` makes them."""
+    line, described = half(0)
+    group, matrix = {"wd_mult": 1.0, "optimizer": None, "lr": 0.25}, torch.arange(4.0)
+    tensors = {f"chained_1.{GROUP}0.{BUCKET}.exp_avg": line}
+    tensors |= {f"chained_0.optimizer.state.{name}.v": matrix for name in ("fp32_param", "momentum_buffer")}
+    of_adam = {"param_groups": [{"wd_mult": 1.0, "optimizer": "adam"}]}
+    own = {**beside(map_of(described)), "optimizer": of_adam}
+    objects: dict[str, Any] = {f"chained_1.{GROUP}0.{name}/shard_0_1": [value] for name, value in own.items()}
+    muon = {"optimizer": {"param_groups": [group | {"params": [0]}]}}
+    objects[COMMON_STATE_KEY] = [{"optimizer": {0: muon, 1: {}}}]
+    saver = new_saver()
+    save(saver, tmp_path / "c", tensors, objects)
+    saver.close()
+    asked, memory = request(bucket(14, (2, 14, [shard("w", (4, 6), (0, 0), (4, 3))])), [(2, 14)])
+    adam = asked["optimizer"]
+    adam["optimizer"].data = of_adam
+    found = {name: torch.zeros(4) for name in ("fp32_param", "momentum_buffer")}
+    states = {
+        name: ShardedTensor.from_rank_offsets(f"chained_0.optimizer.state.{name}.v", data)
+        for name, data in found.items()
+    }
+    fresh = {"optimizer": {"state": states, "param_groups": [{"wd_mult": 1.0, "params": [0], "lr": 0.0}]}}
+    loaded = dist_checkpointing.load({"optimizer": {0: fresh, 1: adam}}, str(tmp_path / "c"))
+    assert torch.equal(memory[2:], line[:12])
+    assert all(torch.equal(data, matrix) for data in found.values())
+    assert loaded["optimizer"][0]["optimizer"]["param_groups"][0]["lr"] == 0.25
+
+
 def test_megatron_finds_no_key_missing_or_unexpected(tmp_path: Path) -> None:
     asked, _ = request(whole(), [(0, 5), (8, 32)])
     directory = str(save_halves(tmp_path / "c"))

@@ -83,8 +83,16 @@ class ByParameterSource(Source):
     def require_whole(self) -> None:
         """Raises OptionError for a state of only a part of its parameter, as where layers are frozen.
 
-        Also for main parameters of which only the remainders are stored.
+        Also for main parameters of which only the remainders are stored, and for a chain of optimizers that
+        are not all stored in buckets.
         """
+        beside = next((key for key in self._tensors if key not in self._states and is_state(key)), None)
+        if beside is not None:  # its key and its parameter groups would have to change, too
+            raise OptionError(
+                f"{self.directory} stores {beside!r} by parameter, and another optimizer's state in buckets, "
+                "as with Muon and --use-distributed-optimizer: --optimizer fully-reshardable needs all of it "
+                "in buckets. Leave it out: a run that resumes from datastates needs no conversion"
+            )
         for key, state in self._states.items():
             if state.dtype == REMAINDERS:
                 raise OptionError(

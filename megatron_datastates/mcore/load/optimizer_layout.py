@@ -177,7 +177,9 @@ def restate(
 
     states = BucketStates(checkpoint, _wanted(request), maps())
     has_maps = has_optimizer_maps(checkpoint)
-    stored = from_objects(checkpoint, values=beside) if has_maps else from_common_state(common)
+    stored = from_common_state(common)
+    if has_maps:  # an optimizer of a chain may be stored by parameter, as Muon is beside Adam's buckets
+        stored = from_objects(checkpoint, values=beside).joined(stored)
     return restated_from(request, StateNames(checkpoint.index.tensors, states), stored, states)
 
 

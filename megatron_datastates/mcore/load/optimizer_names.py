@@ -21,18 +21,18 @@ class StateNames:
     def __init__(self, tensors: Collection[str], states: Collection[str] = ()) -> None:
         """Args: the keys of the stored tensors, and of the states in buckets."""
         self._tensors, self._states = tensors, states
-        found = [match for key in (states or self._tensors) if (match := _KEY.fullmatch(key))]
+        found = [match for key in (*states, *tensors) if (match := _KEY.fullmatch(key))]
         kinds = {match[2] for match in found}
         self._main = next((name for name in _MAIN if name in kinds), None)
-        self._prefixes = sorted({match[1] for match in found if match[1]})
+        self._prefixes = ["", *sorted({match[1] for match in found if match[1]})]
 
     def of(self, state: str, parameter: str) -> str:
         """Returns the key of a parameter's state. If the checkpoint lacks it, the key that it should have."""
         name = self._main if state in _MAIN and self._main else state
-        key = f"{PREFIX}.{name}.{parameter}"
-        if key in self._states or key in self._tensors:
-            return key
-        return next((prefix + key for prefix in self._prefixes if prefix + key in self._tensors), key)
+        names = dict.fromkeys((name, *_MAIN)) if state in _MAIN else (name,)  # each of a chain has its own
+        keys = [f"{PREFIX}.{one}.{parameter}" for one in names]
+        prefixed = (prefix + key for prefix in self._prefixes for key in keys)
+        return next((key for key in prefixed if key in self._states or key in self._tensors), keys[0])
 
     def of_request(self, key: str) -> str:
         """Returns the checkpoint's key for one that a request has."""

@@ -202,13 +202,13 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
         )
     require_memory(key, target)
     plain = is_plain(target)
-    if not plain and hasattr(target, "to_local"):
+    if hasattr(target, "to_local"):
         raise MismatchError(
             f"tensor {key!r}: the target is a {type(target).__qualname__}, which is filled only by "
             "torch.distributed.checkpoint with a reader of megatron_datastates.dcp: use that, or pass a "
             "ds.Shard of its local tensor"
         )
-    if plain and not target.is_contiguous() and _shares_memory(target):
+    if plain and _shares_memory(target):
         raise MismatchError(
             f"tensor {key!r}: elements of the target share memory: pass one that was not expanded"
         )

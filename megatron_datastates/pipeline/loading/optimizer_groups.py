@@ -47,6 +47,10 @@ class StoredOptions:
         """The step of the first group that has one, as all have the same; None if none has."""
         return next((group["step"] for group in self.groups if group.get("step") is not None), None)
 
+    def joined(self, more: StoredOptions) -> StoredOptions:
+        """Returns these and those of other optimizers of the same chain. Of values in both, these count."""
+        return StoredOptions(_distinct([*self.groups, *more.groups]), {**more.others, **self.others})
+
 
 def packed_part(checkpoint: Checkpoint, part: int, parts: int) -> dict[str, bytes]:
     """Returns, by key, compressed, what `objects_of_groups` yields of a part of the data-parallel groups.
