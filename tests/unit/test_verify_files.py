@@ -14,6 +14,7 @@ import zlib
 
 import msgspec
 import pytest
+import torch
 
 import megatron_datastates as ds
 from megatron_datastates.engine import reader
@@ -22,6 +23,7 @@ from megatron_datastates.errors import CorruptDataError, FormatError, StorageErr
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.upkeep import verify as verifying
 from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.command import run
@@ -84,6 +86,27 @@ def test_a_directory_that_is_removed_meanwhile_is_a_fault(tmp_path):
     shutil.rmtree(tmp_path / "c")
     reported = verify_checkpoint(checkpoint, OPTIONS).faults
     assert f"{tmp_path / 'c'} cannot be listed: No such file or directory" in reported
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_is_removed_or_saved_again_while_it_is_checked_is_not_called_faulty(
+    is_replaced, tmp_path, monkeypatch
+):
+    directory, look = tmp_path / "c", verifying._check_files
+
+    def change(*arguments):
+        monkeypatch.undo()
+        if is_replaced:
+            ds.save({"w": torch.ones(3)}, directory, **SMALL)
+        else:
+            shutil.rmtree(directory)
+        return look(*arguments)
+
+    ds.save({"w": torch.ones(3)}, directory, **SMALL)
+    monkeypatch.setattr(verifying, "_check_files", change)
+    code, printed, errors = run("verify", directory)
+    expected = "was replaced by another save" if is_replaced else "was removed while it was checked"
+    assert code == 2 and expected in errors and "FAULTY" not in printed
 
 
 def test_ranks_that_disagree_about_their_number_are_found(tmp_path):
