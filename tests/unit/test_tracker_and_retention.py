@@ -124,6 +124,18 @@ def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):
     assert read(root, "") == ""
 
 
+def test_the_first_save_of_ours_in_such_a_run_does_not_remove_its_tracker(root: Path) -> None:
+    """Without a tracker, Megatron would begin anew after a kill of that save."""
+    (root / "iter_0000100" / OURS).unlink()
+    (root / TRACKER_NAME).touch()
+    tracker_recovery.mend(root / TRACKER_NAME)
+    assert (root / TRACKER_NAME).read_text() == "200"
+    (root / TRACKER_NAME).write_text("")
+    (root / "iter_0000200" / OTHERS).unlink()
+    tracker_recovery.mend(root / TRACKER_NAME)
+    assert not (root / TRACKER_NAME).exists(), "none is complete"
+
+
 def test_there_is_nothing_to_clean_up_or_to_log_before_the_first_save(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
