@@ -20,6 +20,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near.holdings import resumable
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep.prune import prune
@@ -390,6 +391,14 @@ def test_of_two_branches_that_leave_one_checkpoint_the_tracked_one_is_kept_first
     assert removed(tmp_path, keep_last=2) == expected
 
 
+def test_a_tracker_that_names_what_a_later_job_has_left_names_no_present_branch(tmp_path):
+    first = save_job(tmp_path, [100])[100]
+    second = save_job(tmp_path, [120, 140], first)[120]
+    save_job(tmp_path, [130], first, second)
+    track(tmp_path, 140)
+    assert removed(tmp_path, keep_last=1) == [100, 120]
+
+
 def test_what_follows_the_tracked_checkpoint_or_is_of_another_run_is_of_no_other_branch(tmp_path):
     first = save_job(tmp_path, [100])[100]
     second = save_job(tmp_path, [110], first)[110]
@@ -411,6 +420,15 @@ def test_what_was_published_just_now_stays_until_the_tracker_is_written(tmp_path
     assert removed(tmp_path, keep_last=1, min_age_seconds=0.0) == [100, 110, 120]
     (tmp_path / TRACKER_NAME).unlink()
     assert removed(tmp_path, keep_last=1) == [100, 110, 120], "no tracker is written there"
+
+
+@pytest.mark.parametrize("mode", [0, 0o644], ids=["of another user", "damaged"])
+def test_a_list_of_jobs_that_cannot_be_used_is_done_without(mode, tmp_path):
+    roll_back(tmp_path, [160])
+    (tmp_path / JOBS_NAME).write_text("damaged")
+    with bound_by_permissions():
+        (tmp_path / JOBS_NAME).chmod(mode)
+        assert removed(tmp_path, keep_last=2) == [100, 160]
 
 
 def test_a_repaired_manifest_makes_no_checkpoint_of_an_abandoned_branch_the_newest(tmp_path):

@@ -72,7 +72,7 @@ class History:
             elif has is False or job.origin < point.iteration:  # if not known by save ids
                 left.append(job)
         # A job that went back to the checkpoint after it was left has made its branch the present one.
-        return [job for job in left if not any(self._is_later(one, job) for one in kept)]
+        return [job for job in left if not any(self._listed_later(one.run_id, job.run_id) for one in kept)]
 
     def comes_later(self, point: Point, other: Point) -> bool:
         """Returns whether the job of a checkpoint is known to be a later one than that of another."""
@@ -80,10 +80,6 @@ class History:
             return False
         is_later = self._listed_later(point.save_id.run_id, other.save_id.run_id)
         return point.reached(other.save_id.run_id) is not None if is_later is None else is_later
-
-    def _is_later(self, job: Job, other: Job) -> bool:
-        is_later = self._listed_later(job.run_id, other.run_id)
-        return other.run_id in self._chain(job.run_id).reached if is_later is None else is_later
 
     def _listed_later(self, run_id: int, other: int) -> bool | None:
         """Returns what the first list says that names both; None if there is none."""
