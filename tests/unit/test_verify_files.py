@@ -25,15 +25,18 @@ from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.upkeep import verify as verifying
 from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
+from tests.support.capabilities import bound_by_permissions
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, SMALL
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole
 
 
-@pytest.mark.parametrize(("save_id", "rank"), [(SaveId(SAVE.run_id, 9), 0), (SAVE, 1)])
-def test_a_header_of_another_save_is_found(tmp_path, save_id, rank):
-    part = Part(pieces=[(0, Header(save_id, rank, 1).encode()), (4096, A)])
+@pytest.mark.parametrize(
+    ("save_id", "rank", "group"), [(SaveId(SAVE.run_id, 9), 0, 0), (SAVE, 1, 0), (SAVE, 0, 1)]
+)
+def test_a_header_of_another_save_is_found(tmp_path, save_id, rank, group):
+    part = Part(pieces=[(0, Header(save_id, rank, 1, group=group).encode()), (4096, A)])
     write_checkpoint(tmp_path, [part], index_of([(w(0, 8, 8), 0, 4096)]))
     path = tmp_path / SAVE.data_file_name(0)
     assert faults(tmp_path) == [f"{path}: header and footer are of different saves"]
@@ -162,6 +165,18 @@ def test_what_is_unusual_and_no_fault_is_noted(tmp_path):
     for text in ("metadata.json is missing", "notes.txt does not", "1-1.bin does not", "holds iteration 8"):
         assert sum(text in note for note in verdict.notes) == 1, verdict.notes
     assert len(verdict.notes) == 4
+    (directory / "metadata.json").write_text("")
+    verdict = verify(directory, options=OPTIONS)
+    assert verdict.good and sum("metadata.json is empty" in note for note in verdict.notes) == 1
+
+
+def test_metadata_that_cannot_be_read_is_not_called_missing(tmp_path):
+    whole(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "datastates"}')
+    with bound_by_permissions():
+        (tmp_path / "metadata.json").chmod(0)
+        verdict = verify(tmp_path, options=OPTIONS)
+    assert not verdict.faults and len(verdict.unread) == 1 and "metadata.json" in verdict.unread[0]
 
 
 def test_a_file_that_cannot_be_read_does_not_keep_others_from_being_checked(tmp_path):
