@@ -17,13 +17,15 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.engine.atomic_files import temporary_beside
 from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
 from megatron_datastates.format.index import index_name
 from megatron_datastates.format.manifest import IndexEntry
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.runs import opening
 from megatron_datastates.pipeline.runs.damage import why_no_checkpoint
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.states import OPTIONS, SMALL, bits, data_files, random_tensor
 
@@ -366,4 +368,5 @@ def test_for_a_directory_of_checkpoints_the_error_names_one(tmp_path: Path, name
     if names[0] == "mine":
         assert "holds no datastates checkpoint" in why_no_checkpoint(tmp_path)
     (tmp_path / names[1] / MANIFEST_NAME).touch()
+    temporary_beside(tmp_path / JOBS_NAME, SaveId(7, 1)).touch()  # a kill has left it
     assert why_no_checkpoint(tmp_path).endswith(f"choose one, as {tmp_path / names[1]}")

@@ -134,6 +134,7 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
         (point(A, 10), [LATER, [Job(A, 0)]], 0x1000),  # away for longer than the list reaches back
         (point(A, 10), [LATER, [*LATER[1:], Job(A, 5)]], None),  # the outage of --save
         (point(A, 10), [[Job(A, 0)], LATER], None),  # a node that was away since long before that job
+        (point(A, 10), [[LATER[0], Job(A, 5)], LATER], LATER[1].run_id),  # and has seen one that came before
     ],
 )
 def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
@@ -141,6 +142,11 @@ def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
 ) -> None:
     found = History(lists, [checkpoint]).abandoned_by(checkpoint)
     assert (found and found.run_id) == later
+
+
+def test_that_a_full_list_does_not_name_a_job_is_no_proof_that_others_are_later() -> None:
+    assert History([LATER]).abandoned_by(point(A, 10)) is not None
+    assert History([LATER]).abandoned_by(point(A, 10), surely=True) is None
 
 
 def test_what_a_job_resumed_from_is_kept(tmp_path: Path) -> None:
@@ -169,6 +175,21 @@ KNOWN = [Job(A, 0), Job(B, 5, SaveId(A, 5)), Job(C, 10, SaveId(A, 10))]
 def test_a_later_job_is_known_by_what_it_resumed_from(checkpoint: Point, later: int | None) -> None:
     found = History([KNOWN], [checkpoint]).abandoned_by(checkpoint)
     assert (found and found.run_id) == later
+
+
+@pytest.mark.parametrize("resumed", [SaveId(A, 1), SaveId(B, 1)])
+def test_jobs_that_are_said_to_have_resumed_from_each_other_hold_nobody(resumed: SaveId) -> None:
+    lists, left = [[Job(A, 0, SaveId(B, 1)), Job(B, 5, resumed)]], Point(10, SaveId(C, 10), ())
+    found = History(lists, [left]).abandoned_by(left)
+    assert found is not None and found.run_id == A, "by its iteration"
+
+
+def test_of_a_checkpoint_that_was_written_anew_iterations_say_whether_a_job_has_it() -> None:
+    """It may be the one that the job resumed from, under a save id of its own and without ancestors."""
+    lists, later = [[Job(B, 5)]], Point(7, SaveId(B, 1), A_FIRST)
+    for iteration, left in ((5, False), (6, True)):
+        anew = Point(iteration, SaveId(0xF, 1), None)
+        assert (History(lists, [anew, later]).abandoned_by(anew) is not None) == left
 
 
 def test_a_job_that_no_list_names_beside_another_is_known_by_what_it_resumed_from() -> None:

@@ -20,6 +20,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near.holdings import resumable
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep.prune import prune
@@ -342,24 +343,32 @@ def test_what_was_removed_before_a_left_over_could_not_be_is_printed(root, monke
         assert "removed all 2 checkpoints, and 1 of 2 left-over files" in printed
 
 
-def roll_back(root, left):
-    """Saves 100 and what is `left`; then, as another job that resumed from 100, 110 and 120."""
-    first, origin = None, ()
+def save_job(root, numbers, *resumed):
+    """Saves what a job does that has ancestors; returns its checkpoints as ancestors, by iteration."""
     state = {"w": torch.ones(10), "optimizer.state.exp_avg.w": torch.ones(10)}
-    for numbers in ((100, *left), (110, 120)):
-        saver = new_saver()
-        for number in numbers:
-            saved = save(saver, place(root, number), state).save.context.save_id
-            path = place(root, number) / MANIFEST_NAME
-            manifest = Manifest.decode(path.read_bytes(), "")
-            changed = msgspec.structs.replace(manifest, ancestors=origin, iteration=number)
-            path.write_bytes(changed.encode())
-            first = Ancestor(100, str(saved)) if number == 100 else first
-        origin = (first,)
-        saver.close()
-    (root / TRACKER_NAME).write_text("120")
+    saver, saved = new_saver(), {}
+    for number in numbers:
+        save_id = save(saver, place(root, number), state).save.context.save_id
+        path = place(root, number) / MANIFEST_NAME
+        manifest = Manifest.decode(path.read_bytes(), "")
+        path.write_bytes(msgspec.structs.replace(manifest, ancestors=resumed, iteration=number).encode())
+        saved[number] = Ancestor(number, str(save_id))
+    saver.close()
+    return saved
+
+
+def track(root, number):
+    """Lets the tracker name a checkpoint; all was written hours ago."""
+    (root / TRACKER_NAME).write_text(str(number))
     for path in root.rglob("*"):
         age(path, 7200)
+
+
+def roll_back(root, left):
+    """Saves 100 and what is `left`; then, as another job that resumed from 100, 110 and 120."""
+    first = save_job(root, (100, *left))[100]
+    save_job(root, (110, 120), first)
+    track(root, 120)
 
 
 @pytest.mark.parametrize("left", [[160, 180, 200], [*range(162, 202, 2)]])
@@ -367,6 +376,59 @@ def test_after_a_rollback_the_present_branch_is_kept_first(left, tmp_path):
     roll_back(tmp_path, left)
     assert removed(tmp_path, keep_last=2) == [100, *left]
     assert removed(tmp_path, keep_last=4) == left[:-1]
+
+
+@pytest.mark.parametrize(
+    ("tracked", "expected"),
+    [(110, [100, 120, 130, 140]), (140, [100, 105, 110, 120]), (100, [105, 110, 120])],
+)
+def test_of_two_branches_that_leave_one_checkpoint_the_tracked_one_is_kept_first(tracked, expected, tmp_path):
+    """Their manifests do not say which is the later one. Both follow 100."""
+    first = save_job(tmp_path, [100])[100]
+    save_job(tmp_path, [120, 130, 140], first)
+    save_job(tmp_path, [105, 110], first)
+    track(tmp_path, tracked)
+    assert removed(tmp_path, keep_last=2) == expected
+
+
+def test_a_tracker_that_names_what_a_later_job_has_left_names_no_present_branch(tmp_path):
+    first = save_job(tmp_path, [100])[100]
+    second = save_job(tmp_path, [120, 140], first)[120]
+    save_job(tmp_path, [130], first, second)
+    track(tmp_path, 140)
+    assert removed(tmp_path, keep_last=1) == [100, 120]
+
+
+def test_what_follows_the_tracked_checkpoint_or_is_of_another_run_is_of_no_other_branch(tmp_path):
+    first = save_job(tmp_path, [100])[100]
+    second = save_job(tmp_path, [110], first)[110]
+    save_job(tmp_path, [120], first, second)
+    save_job(tmp_path, [130], Ancestor(0), second)  # resumed from a checkpoint that `repair` has made
+    save_job(tmp_path, [140])
+    track(tmp_path, 110)
+    assert removed(tmp_path, keep_last=3) == [100]
+
+
+def test_what_was_published_just_now_stays_until_the_tracker_is_written(tmp_path):
+    """After a rollback, until the tracker names it, nothing says that it is of the present branch."""
+    first = save_job(tmp_path, [100])[100]
+    save_job(tmp_path, [120, 130], first)
+    track(tmp_path, 130)
+    save_job(tmp_path, [110], first)
+    assert removed(tmp_path, keep_last=1) == [100, 120]
+    assert reasons(tmp_path, keep_last=1)[110].startswith("published just now, after the tracker was written")
+    assert removed(tmp_path, keep_last=1, min_age_seconds=0.0) == [100, 110, 120]
+    (tmp_path / TRACKER_NAME).unlink()
+    assert removed(tmp_path, keep_last=1) == [100, 110, 120], "no tracker is written there"
+
+
+@pytest.mark.parametrize("mode", [0, 0o644], ids=["of another user", "damaged"])
+def test_a_list_of_jobs_that_cannot_be_used_is_done_without(mode, tmp_path):
+    roll_back(tmp_path, [160])
+    (tmp_path / JOBS_NAME).write_text("damaged")
+    with bound_by_permissions():
+        (tmp_path / JOBS_NAME).chmod(mode)
+        assert removed(tmp_path, keep_last=2) == [100, 160]
 
 
 def test_a_repaired_manifest_makes_no_checkpoint_of_an_abandoned_branch_the_newest(tmp_path):

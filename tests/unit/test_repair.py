@@ -19,6 +19,7 @@ from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
+    RepairRefusedError,
     UnsupportedFormatError,
 )
 from megatron_datastates.format.manifest import Manifest
@@ -202,6 +203,21 @@ def test_a_sound_manifest_is_left_alone(directory):
     assert "its manifest is undamaged" in refusal(directory)
     index_file(directory).unlink()
     assert "its manifest is undamaged" in refusal(directory)
+
+
+def test_what_a_save_publishes_meanwhile_is_left_alone(directory):
+    """The manifest that is made would name files that this save has removed."""
+    lose(directory)
+    published = []
+
+    def publish(done: int) -> None:
+        if not published:
+            published.append(ds.save({"a": torch.ones(3)}, directory, **SMALL))
+
+    with pytest.raises(RepairRefusedError, match="its manifest is undamaged"):
+        repair(directory, progress=publish, options=OPTIONS)
+    assert published and verify(directory, options=OPTIONS).good
+    assert not list(directory.glob("*.tmp"))
 
 
 def test_a_sound_manifest_that_names_files_of_two_saves_is_left_alone(directory):

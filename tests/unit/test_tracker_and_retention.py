@@ -19,7 +19,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+import megatron_datastates as ds
 from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
@@ -27,6 +29,8 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import runs
+from tests.support.capabilities import bound_by_permissions
+from tests.unit.states import SMALL
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
 
@@ -122,6 +126,56 @@ def test_a_damaged_tracker_that_cannot_be_read_again_is_repaired(
 def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):
     (root / "iter_0000100" / OURS).unlink()
     assert read(root, "") == ""
+
+
+def test_the_first_save_of_ours_in_such_a_run_does_not_remove_its_tracker(root: Path) -> None:
+    """Without a tracker, Megatron would begin anew after a kill of that save."""
+    (root / "iter_0000100" / OURS).unlink()
+    (root / TRACKER_NAME).touch()
+    tracker_recovery.mend(root / TRACKER_NAME)
+    assert (root / TRACKER_NAME).read_text() == "200"
+    (root / TRACKER_NAME).write_text("")
+    (root / "iter_0000200" / OTHERS).unlink()
+    tracker_recovery.mend(root / TRACKER_NAME)
+    assert not (root / TRACKER_NAME).exists(), "none is complete"
+
+
+def test_a_checkpoint_of_another_format_that_the_tracker_named_is_not_called_damaged(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
+    (root / TRACKER_NAME).write_text("200")
+    (root / "iter_0000200" / SaveId(2, 9).data_file_name(0)).touch()  # an earlier job has been killed there
+    tracker_writing._track(root, 400, SaveId(1, 1), 1000, 1, False)
+    assert (root / TRACKER_NAME).read_text() == "400" and caplog.text == ""
+    assert not (root / "iter_0000200").exists()
+
+
+def test_a_checkpoint_that_cannot_be_listed_is_not_deleted_and_fails_no_save(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
+    (root / TRACKER_NAME).write_text("200")
+    with bound_by_permissions():
+        (root / "iter_0000200").chmod(0o311)
+        tracker_writing._track(root, 400, SaveId(1, 1), 1000, 1, False)
+    (root / "iter_0000200").chmod(0o755)
+    assert (root / TRACKER_NAME).read_text() == "400" and (root / "iter_0000200" / OTHERS).exists()
+    assert "iter_0000200 was not deleted (--save-retain-interval): " in caplog.text
+
+
+def test_retention_of_ours_deletes_nothing_through_a_link_and_nothing_incomplete(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_writing, "_tracked", {})
+    elsewhere = tmp_path_factory.mktemp("archive") / "saved"
+    ds.save({"w": torch.ones(3)}, elsewhere, **SMALL)
+    (root / "iter_0000150").symlink_to(elsewhere)
+    for ordinal, named in enumerate((150, 300), 1):
+        (root / TRACKER_NAME).write_text(str(named))
+        tracker_writing._track(root, 400, SaveId(1, ordinal), 1000, ordinal, False)
+        assert (root / TRACKER_NAME).read_text() == "400"
+    assert (elsewhere / OURS).exists() and (root / "iter_0000300" / UNFINISHED).exists()
 
 
 def test_there_is_nothing_to_clean_up_or_to_log_before_the_first_save(

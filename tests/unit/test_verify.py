@@ -39,6 +39,8 @@ def test_a_checkpoint_under_the_name_of_another_iteration_is_noted(tmp_path):
     moved = at.rename(tmp_path / "iter_0000008")
     verdict = verify(moved, options=OPTIONS)
     assert verdict.good and verdict.notes == [f"{moved} holds iteration 7, as its manifest says"]
+    ds.save({"w": torch.ones(4)}, moved)
+    assert verify(moved, options=OPTIONS).notes == [], "a program need not say the iteration"
 
 
 def test_a_hole_is_found_and_not_read_over(tmp_path):

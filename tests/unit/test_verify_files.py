@@ -14,6 +14,7 @@ import zlib
 
 import msgspec
 import pytest
+import torch
 
 import megatron_datastates as ds
 from megatron_datastates.engine import reader
@@ -22,16 +23,20 @@ from megatron_datastates.errors import CorruptDataError, FormatError, StorageErr
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.upkeep import verify as verifying
 from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
+from tests.support.capabilities import bound_by_permissions
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, SMALL
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole
 
 
-@pytest.mark.parametrize(("save_id", "rank"), [(SaveId(SAVE.run_id, 9), 0), (SAVE, 1)])
-def test_a_header_of_another_save_is_found(tmp_path, save_id, rank):
-    part = Part(pieces=[(0, Header(save_id, rank, 1).encode()), (4096, A)])
+@pytest.mark.parametrize(
+    ("save_id", "rank", "group"), [(SaveId(SAVE.run_id, 9), 0, 0), (SAVE, 1, 0), (SAVE, 0, 1)]
+)
+def test_a_header_of_another_save_is_found(tmp_path, save_id, rank, group):
+    part = Part(pieces=[(0, Header(save_id, rank, 1, group=group).encode()), (4096, A)])
     write_checkpoint(tmp_path, [part], index_of([(w(0, 8, 8), 0, 4096)]))
     path = tmp_path / SAVE.data_file_name(0)
     assert faults(tmp_path) == [f"{path}: header and footer are of different saves"]
@@ -84,6 +89,27 @@ def test_a_directory_that_is_removed_meanwhile_is_a_fault(tmp_path):
     shutil.rmtree(tmp_path / "c")
     reported = verify_checkpoint(checkpoint, OPTIONS).faults
     assert f"{tmp_path / 'c'} cannot be listed: No such file or directory" in reported
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_is_removed_or_saved_again_while_it_is_checked_is_not_called_faulty(
+    is_replaced, tmp_path, monkeypatch
+):
+    directory, look = tmp_path / "c", verifying._check_files
+
+    def change(*arguments):
+        monkeypatch.undo()
+        if is_replaced:
+            ds.save({"w": torch.ones(3)}, directory, **SMALL)
+        else:
+            shutil.rmtree(directory)
+        return look(*arguments)
+
+    ds.save({"w": torch.ones(3)}, directory, **SMALL)
+    monkeypatch.setattr(verifying, "_check_files", change)
+    code, printed, errors = run("verify", directory)
+    expected = "was replaced by another save" if is_replaced else "was removed while it was checked"
+    assert code == 2 and expected in errors and "FAULTY" not in printed
 
 
 def test_ranks_that_disagree_about_their_number_are_found(tmp_path):
@@ -139,6 +165,18 @@ def test_what_is_unusual_and_no_fault_is_noted(tmp_path):
     for text in ("metadata.json is missing", "notes.txt does not", "1-1.bin does not", "holds iteration 8"):
         assert sum(text in note for note in verdict.notes) == 1, verdict.notes
     assert len(verdict.notes) == 4
+    (directory / "metadata.json").write_text("")
+    verdict = verify(directory, options=OPTIONS)
+    assert verdict.good and sum("metadata.json is empty" in note for note in verdict.notes) == 1
+
+
+def test_metadata_that_cannot_be_read_is_not_called_missing(tmp_path):
+    whole(tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "datastates"}')
+    with bound_by_permissions():
+        (tmp_path / "metadata.json").chmod(0)
+        verdict = verify(tmp_path, options=OPTIONS)
+    assert not verdict.faults and len(verdict.unread) == 1 and "metadata.json" in verdict.unread[0]
 
 
 def test_a_file_that_cannot_be_read_does_not_keep_others_from_being_checked(tmp_path):

@@ -48,11 +48,11 @@ def mend(tracker: Path) -> None:
     """Repairs a damaged tracker, on which Megatron's retention would fail. Never raises.
 
     The tracker then names the checkpoint that a load falls back to, which retention may delete once a newer
-    one exists. If none was published in our format, the tracker is deleted, as before the first save.
+    one exists. It may be of any format: this job saves in ours. If none is complete, the tracker is deleted.
     """
     try:
         if (text := _damaged_text(tracker)) is not None:
-            iteration = _fallback(tracker, text)
+            iteration = _fallback(tracker, text, needs_ours=False)
             if iteration is None:
                 tracker.unlink()
             else:
@@ -77,10 +77,13 @@ def _damaged_text(tracker: Path) -> bytes | None:
     return None if is_read_by_megatron(text) else text
 
 
-def _fallback(tracker: Path, text: bytes) -> int | None:
-    """Returns the iteration to fall back to from a damaged tracker; None if none was saved in our format.
+def _fallback(tracker: Path, text: bytes, *, needs_ours: bool = True) -> int | None:
+    """Returns the iteration to fall back to from a damaged tracker; None if none is complete.
 
-    The iteration itself may be in another format: loads detect the format of its directory.
+    It may be in another format: loads detect the format of its directory.
+
+    Args:
+        needs_ours: None, too, if none was saved in our format.
 
     Raises:
         OSError: a checkpoint cannot be looked at: it may be the newest.
@@ -89,7 +92,7 @@ def _fallback(tracker: Path, text: bytes) -> int | None:
     from megatron_datastates.pipeline.runs.history import by_branch
 
     found = complete_in(tracker.parent)
-    if not any(has_file(path / MANIFEST_NAME) for path in found.values()):
+    if not found or (needs_ours and not any(has_file(path / MANIFEST_NAME) for path in found.values())):
         return None
     if (named := iteration_named(text)) is not None:
         logger.warning("%s holds the name of a directory, %r: taken for iteration %d", tracker, text, named)

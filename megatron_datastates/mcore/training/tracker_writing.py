@@ -271,9 +271,10 @@ def _delete(directory: Path, save_id: SaveId) -> None:
     """Deletes a checkpoint that the tracker named until this save was published."""
     if directory.is_symlink() or not is_complete(directory):
         return
-    if any(one.run_id == save_id.run_id and one.ordinal > save_id.ordinal for one in save_ids_in(directory)):
-        return  # after a rollback, this job is saving that iteration again
     try:
+        ids = save_ids_in(directory)
+        if any(one.run_id == save_id.run_id and one.ordinal > save_id.ordinal for one in ids):
+            return  # after a rollback, this job is saving that iteration again
         remove_folder(directory)
     except OSError as error:
         logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)

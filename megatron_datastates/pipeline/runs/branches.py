@@ -82,6 +82,20 @@ class Point:
         reached = self.reached(other.save_id.run_id)
         return reached is not None and reached >= other.save_id.ordinal
 
+    def is_apart_from(self, other: Point) -> bool:
+        """Returns whether neither of two checkpoints follows the other, although a job precedes both.
+
+        What is not known of ancestors precedes those that are known.
+        """
+        is_in_line = self.save_id == other.save_id or self.follows(other) or other.follows(self)
+        return not is_in_line and not self._jobs_before.isdisjoint(other._jobs_before)
+
+    @property
+    def _jobs_before(self) -> set[int]:
+        """The run ids of its ancestors."""
+        ids = (SaveId.parse(ancestor.save_id) for ancestor in self.ancestors or ())
+        return {save_id.run_id for save_id in ids if save_id is not None}
+
     def reached(self, run_id: int) -> int | None:
         """Returns the ordinal of the save of another job that is an ancestor of this one; None if none is."""
         for ancestor in self.ancestors or ():

@@ -143,7 +143,8 @@ def why_no_checkpoint(path: Path) -> str:
         return f"{path} cannot be listed: {error.strerror}"
     if MANIFEST_NAME in names:
         return f"{path / MANIFEST_NAME} cannot be read, or is not a file"
-    if any(is_own_file_name(name) for name in names):
+    # A kill while the list of jobs was written leaves a temporary file of ours in a run.
+    if any(is_own_file_name(name) and not name.endswith(".tmp") for name in names):
         return (
             f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
             "so its save was killed or failed. Load an older one; if only the manifest was lost, "

@@ -72,7 +72,7 @@ class History:
             elif has is False or job.origin < point.iteration:  # if not known by save ids
                 left.append(job)
         # A job that went back to the checkpoint after it was left has made its branch the present one.
-        return [job for job in left if not any(self._is_later(one, job) for one in kept)]
+        return [job for job in left if not any(self._listed_later(one.run_id, job.run_id) for one in kept)]
 
     def comes_later(self, point: Point, other: Point) -> bool:
         """Returns whether the job of a checkpoint is known to be a later one than that of another."""
@@ -80,10 +80,6 @@ class History:
             return False
         is_later = self._listed_later(point.save_id.run_id, other.save_id.run_id)
         return point.reached(other.save_id.run_id) is not None if is_later is None else is_later
-
-    def _is_later(self, job: Job, other: Job) -> bool:
-        is_later = self._listed_later(job.run_id, other.run_id)
-        return other.run_id in self._chain(job.run_id).reached if is_later is None else is_later
 
     def _listed_later(self, run_id: int, other: int) -> bool | None:
         """Returns what the first list says that names both; None if there is none."""
@@ -152,7 +148,8 @@ def by_branch(
     So do those whose optimizer's state was removed: no job resumes from them.
     Reads that of the tracked checkpoint first. If it names all that its job and those before it resumed from,
     a few others suffice, read at a time until enough are found: they are large where a run has many ranks.
-    Otherwise all are read. What neither these nor the run's list of jobs says is not known.
+    Otherwise all are read. Of two branches that leave one checkpoint, that of the tracked checkpoint is the
+    present one, unless a later job has left it. What nothing of this says is not known.
 
     Args:
         directories: of complete checkpoints.
@@ -172,7 +169,9 @@ def by_branch(
         some = numbers[begin : begin + _READ_AT_A_TIME]
         points |= {number: known_point(directories[number], number) for number in some}
         history = History(lists, filter(None, [*points.values(), present]))
-        kept = [number for number, point in points.items() if not _is_left(point, history, last)]
+        # A tracker that names what was left does not name yet what was published since then.
+        current = None if present is None or history.abandoned_by(present, surely=True) else present
+        kept = [number for number, point in points.items() if not _is_left(point, history, last, current)]
         if is_known and len(kept) >= most:
             break
     return [*kept, *(number for number in numbers if number not in kept)][:most]
@@ -196,14 +195,16 @@ def has_later_save(directory: Path, save_id: SaveId) -> bool:
     return point.follows(own) or History(lists, [point]).comes_later(point, own)
 
 
-def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
+def _is_left(point: Point | None, history: History, last: Point | None, current: Point | None) -> bool:
     if point is not None and point.is_without_optimizer:
         return True  # its new save id is in no history
     if point is None or point.save_id is None:
         return False
     if last is not None and last.knows_its_ancestors:
         return not last.follows(point)
-    return history.abandoned_by(point, surely=True) is not None
+    if history.abandoned_by(point, surely=True) is not None:
+        return True
+    return current is not None and point.is_apart_from(current)
 
 
 def _place(run_id: int, jobs: Sequence[Job]) -> int | None:

@@ -144,7 +144,13 @@ def repair(
     manifest = _with_replaced(path, _with_facts_of_state(checkpoint, notes), notes)
     try:
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
-        write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults), manifest.save_id)
+        write_whole(
+            path / MANIFEST_NAME,
+            manifest.encode(),
+            Faults(options.faults),
+            manifest.save_id,
+            before_rename=lambda: _refuse_sound_manifest(path),  # which a save has published meanwhile
+        )
     except OSError as error:
         raise StorageError(f"the manifest of {path} was not written: {describe_error(error)}") from error
     return Repair(manifest, verdict.bytes_checked, [*verdict.notes, *notes])

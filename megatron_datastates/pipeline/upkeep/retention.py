@@ -11,6 +11,9 @@ rollback, the tracker goes on naming a later iteration until the first save is p
 with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
 which `repair` rebuilds.
 
+A complete checkpoint that is younger than MIN_AGE_SECONDS, and newer than the tracker, is kept, too: after a
+rollback it need not be the newest one, and the tracker is written right after it was published.
+
 A checkpoint of another format may be one that a save is writing again, under the same names. What shows that
 are files that are younger than MIN_AGE_SECONDS, in a directory without an index, or younger than the index.
 """
@@ -29,6 +32,7 @@ from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.files import is_denied, is_object, names_in, path_of
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing.presence import missing_data_files
 from megatron_datastates.pipeline.runs.history import by_branch
@@ -293,7 +297,20 @@ def _reason_of_complete(iteration: Iteration, basis: _Basis) -> str | None:
         return f"one of the last {keep_last}"
     if keep_every is not None and iteration.number % keep_every == 0:
         return f"a multiple of {keep_every}"
+    if _is_newer_than_tracker(iteration, basis):
+        return "published just now, after the tracker was written, which may name it next"
     return None
+
+
+def _is_newer_than_tracker(iteration: Iteration, basis: _Basis) -> bool:
+    """Returns whether a save has published this lately, and no tracker has been written since.
+
+    After a rollback it is not the newest one, and the tracker still names a checkpoint of the other branch.
+    """
+    other = basis.others.get(iteration.format)
+    published_at = (iteration.path / (MANIFEST_NAME if other is None else other.index_name)).stat().st_mtime
+    is_young = time.time() - published_at < basis.rules.min_age_seconds
+    return is_young and 0 < basis.listing.tracked_at < published_at
 
 
 def _reason_of_incomplete(iteration: Iteration, basis: _Basis) -> str | None:

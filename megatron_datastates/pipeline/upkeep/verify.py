@@ -18,7 +18,13 @@ import numpy as np
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
-from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
+from megatron_datastates.errors import (
+    CorruptDataError,
+    DataStatesError,
+    NotACheckpointError,
+    StorageError,
+    UnsafeObjectError,
+)
 from megatron_datastates.files import DOCUMENT_BYTES, is_out_of_reach, names_in
 from megatron_datastates.format.directory import (
     BACKEND,
@@ -34,6 +40,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import optimizer_state
 from megatron_datastates.pipeline.runs.damage import describe_in_file, readable_tensors
+from megatron_datastates.pipeline.runs.opening import is_another, read_manifest
 from megatron_datastates.pipeline.upkeep.verify_tail import (
     Owners,
     content_faults,
@@ -91,12 +98,32 @@ def verify(
         progress: called with how many more bytes have been checked.
 
     Raises:
-        DataStatesError: the manifest or the index cannot be used at all.
+        DataStatesError: the manifest or the index cannot be used at all; or the checkpoint was removed, or
+            another was published in its place, while it was checked.
     """
     # What near tiers have of it would be read in place of the files that are to be checked.
     options = dataclasses.replace(options or Options.from_environment(), checksums=True, near="")
     checkpoint = Checkpoint.open(directory, options, reuse=False)
-    return verify_checkpoint(checkpoint, options, quick=quick, share=share, progress=progress)
+    verdict = verify_checkpoint(checkpoint, options, quick=quick, share=share, progress=progress)
+    if verdict.faults:
+        _require_unchanged(checkpoint)
+    return verdict
+
+
+def _require_unchanged(checkpoint: Checkpoint) -> None:
+    """Raises DataStatesError if the checkpoint was removed or replaced: then faults show no damage."""
+    path = checkpoint.directory
+    try:
+        found = read_manifest(path)
+    except NotACheckpointError as error:
+        raise NotACheckpointError(f"{path} was removed while it was checked") from error
+    if is_another(found, checkpoint.manifest):
+        raise StorageError(
+            f"{path} was replaced by another save, or keys were removed from it, while it was checked: check "
+            "it again",
+            code=errno.ESTALE,
+            path=str(path),
+        )
 
 
 def verify_checkpoint(
