@@ -184,7 +184,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
             saved, their dtypes and devices may differ. State providers restore themselves. An empty mapping,
             such as the state of an optimizer that has made no step, stands for all that is stored below its
             name. Other values say only which objects are wanted.
-        options: as for `save`; those that are about saves alone have no effect.
+        options: as for `save`; those that affect saves only are ignored.
 
     Returns:
         With `into`, nested dictionaries of the same keys: its tensors and state providers, and the objects

@@ -318,7 +318,7 @@ def _list(path: Path) -> Iterator[tuple[str, bool]]:
         prefix = f"{key}/" if key else ""
         for found in client.list(path=prefix, include_directories=True):
             name = found.key.strip("/")
-            if name not in ("", key):  # the object of the folder itself, which consoles of stores make
+            if name not in ("", key):  # the object of the folder itself, which web consoles create
                 yield name.removeprefix(prefix), found.type == "directory"
 
 

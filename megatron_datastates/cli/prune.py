@@ -50,7 +50,8 @@ _MIN_AGE_MINUTES = 60.0
     "--min-age",
     metavar="MINUTES",
     default=_MIN_AGE_MINUTES,
-    help="Keep files that no manifest names until they are this old: a save may be writing them.",
+    help="Keep files that no manifest names, and checkpoints that are newer than the tracker, until they are "
+    "this old: a job may be saving them. 0: no job runs.",
 )
 @click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
 @json_option

@@ -43,11 +43,12 @@ def register_loader(provider: StateProvider) -> None:
     _of_loop[DATA_LOADER] = provider
 
 
-def registered(functions: str = "") -> dict[str, StateProvider]:
+def registered(functions: str = "", *, expects_loader: bool = False) -> dict[str, StateProvider]:
     """Returns the providers of packages, of the option `providers`, and those registered, by name.
 
     Args:
         functions: the option's value.
+        expects_loader: the training loop's data loader will be included in saves; nothing may have its name.
 
     Raises:
         ProviderError: a function of theirs failed, or returned something else; or two have one name, and the
@@ -56,17 +57,25 @@ def registered(functions: str = "") -> dict[str, StateProvider]:
     found = dict(_of_packages())
     _add(found, _of_functions(functions), "of --datastates-providers")
     found.update(_registered)
-    _add(found, _of_loop, "for the training loop's data loader")
+    loader = "for the training loop's data loader"
+    if expects_loader:
+        _require_free(found, [DATA_LOADER], loader)
+    _add(found, _of_loop, loader)
     return found
 
 
 def _add(found: dict[str, StateProvider], others: Mapping[str, StateProvider], what: str) -> None:
     """Adds providers. Raises ProviderError if one has the name of another, which would not be saved."""
-    for name in found.keys() & others.keys():
-        raise ProviderError(
-            f"two state providers are called {name!r}, the second {what}: rename the other, or leave one out"
-        )
+    _require_free(found, others, what)
     found.update(others)
+
+
+def _require_free(found: Mapping[str, StateProvider], names: Iterable[str], what: str) -> None:
+    for name in names:
+        if name in found:
+            raise ProviderError(
+                f"two state providers are named {name!r}, one of them {what}: rename one, or leave it out"
+            )
 
 
 def find_functions(functions: str) -> dict[str, Callable[[], Any]]:

@@ -215,8 +215,18 @@ def test_another_provider_of_the_loops_name_is_refused(first: str, loop: LoopDat
     ]
     for step in steps if first == "the loop's" else reversed(steps):
         step()
-    with pytest.raises(ProviderError, match=r"are called 'dataloader'.* for the training"):
+    with pytest.raises(ProviderError, match=r"are named 'dataloader'.* for the training"):
         mcore_providers.registered()
+
+
+def test_where_saves_will_include_a_loader_another_of_its_name_is_refused_at_once(
+    loop: LoopDataLoader,
+) -> None:
+    """Not in the first save, which is when Megatron passes the iterator on."""
+    mcore_providers.register([DataLoaderState(Plain())])
+    assert "dataloader" in mcore_providers.registered()
+    with pytest.raises(ProviderError, match=r"are named 'dataloader'.* for the training"):
+        mcore_providers.registered(expects_loader=True)
 
 
 @pytest.fixture

@@ -66,6 +66,15 @@ def test_an_older_one_of_another_format_is_not_named(tmp_path):
     assert look(tmp_path, 4, 9) == FallbackSearch(2)
 
 
+def test_a_newer_one_of_another_format_is_named_if_megatron_loads_it(tmp_path):
+    make(tmp_path, 1, 4)
+    for name in ("iter_0000002", "iter_3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        (tmp_path / name / ".metadata").touch()
+    assert look(tmp_path, 4, 9) == FallbackSearch(1, other=2)
+
+
 def test_no_more_are_looked_at_than_asked_for(tmp_path):
     make(tmp_path, 1, 2, 3, 4)
     damage(tmp_path, 2)

@@ -417,5 +417,5 @@ def test_providers_of_two_functions_that_have_one_name_are_refused(
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert registered("two_of_one_name:first").keys() >= {"a", "b"}
-    with pytest.raises(ProviderError, match=r"called 'b', the second of --datastates-providers .*:second:"):
+    with pytest.raises(ProviderError, match=r"named 'b', one of them of --datastates-providers .*:second:"):
         registered("two_of_one_name:first,two_of_one_name:second")

@@ -359,9 +359,10 @@ def save_job(root, numbers, *resumed):
 
 def track(root, number):
     """Lets the tracker name a checkpoint; all was written hours ago."""
-    (root / TRACKER_NAME).write_text(str(number))
     for path in root.rglob("*"):
         age(path, 7200)
+    (root / TRACKER_NAME).write_text(str(number))
+    age(root / TRACKER_NAME, 7199)  # written last
 
 
 def roll_back(root, left):
@@ -415,11 +416,15 @@ def test_what_was_published_just_now_stays_until_the_tracker_is_written(tmp_path
     save_job(tmp_path, [120, 130], first)
     track(tmp_path, 130)
     save_job(tmp_path, [110], first)
+    save_job(tmp_path, [115])  # of no known branch
     assert removed(tmp_path, keep_last=1) == [100, 120]
-    assert reasons(tmp_path, keep_last=1)[110].startswith("published just now, after the tracker was written")
-    assert removed(tmp_path, keep_last=1, min_age_seconds=0.0) == [100, 110, 120]
+    assert reasons(tmp_path, keep_last=1)[110].startswith("it was published after the tracker was written")
+    for path in tmp_path.rglob("*"):
+        age(path, 7200 if path.name != TRACKER_NAME else 7201)
+    assert removed(tmp_path, keep_last=1) == [100, 115, 120], "training may stand still for hours"
+    assert removed(tmp_path, keep_last=1, min_age_seconds=0.0) == [100, 110, 115, 120]
     (tmp_path / TRACKER_NAME).unlink()
-    assert removed(tmp_path, keep_last=1) == [100, 110, 120], "no tracker is written there"
+    assert removed(tmp_path, keep_last=1) == [100, 110, 115, 120], "no tracker is written there"
 
 
 @pytest.mark.parametrize("mode", [0, 0o644], ids=["of another user", "damaged"])

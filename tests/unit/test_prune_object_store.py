@@ -21,10 +21,11 @@ from megatron_datastates.format.directory import REMOVAL_NAME, TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.runs.runs import find_iterations
 from megatron_datastates.pipeline.upkeep import left_overs
+from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
 from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
-from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
+from megatron_datastates.pipeline.upkeep.retention import TRACKED_NEXT, RetentionRules, plan_prune
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.object_store import (
     EXPIRED,
@@ -202,6 +203,20 @@ def test_a_checkpoint_that_is_published_anew_meanwhile_stays(far: ObjectStore, t
     assert verify(place(100)).faults == [] and REMOVAL_NAME not in stores.names_below(place(100))
     stores.write(ROOT / TRACKER_NAME, b"100")
     assert ObjectRemoval(one).run(3600.0) == "the tracker names it"
+
+
+def test_what_was_published_anew_since_the_plan_may_be_tracked_next(
+    far: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_prune(ROOT, LAST)
+    assert [one.number for one in plan.removed] == [100, 200]
+    for name, age in ((TRACKER_NAME, 9000), ("iter_0000100/", 9500)):
+        make_older(f"run/{name}", age)
+    put(200, tmp_path / "new")  # two hours ago
+    monkeypatch.setattr(pruning, "plan_prune", lambda *_: plan)
+    rules, kept = RetentionRules(keep_last=1, min_age_seconds=8000.0), list[str]()
+    assert [one.number for one in prune(ROOT, rules, stays=lambda one, why: kept.append(why))] == [100]
+    assert kept == [TRACKED_NEXT] and verify(place(200)).faults == []
 
 
 def test_what_a_save_may_be_writing_stays(far: ObjectStore) -> None:

@@ -112,6 +112,8 @@ def test_a_file_of_the_common_state_belongs_to_it(root: Path) -> None:
     stored = look.load_metadata(place(root, 300) / ".metadata")
     assert "common_state/shard_0_1" in stored.state_dict_metadata  # so none is needed
     (place(root, 300) / "metadata.json").write_text(json.dumps(metadata))
+    assert 300 not in removed(root), "it may have been saved just now, and be tracked next"
+    age(place(root, 300) / "metadata.json", 7200)
     assert 300 in removed(root)
     look._require_common_file(place(root, 200))
     with pytest.raises(look._FoundError, match=r"common\.pt is missing"):

@@ -28,7 +28,7 @@ from megatron_datastates.pipeline.upkeep.verify import verify, verify_checkpoint
 from tests.support.capabilities import bound_by_permissions
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.command import run
-from tests.unit.states import OPTIONS, SMALL
+from tests.unit.states import OPTIONS, SMALL, data_files
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole
 
 
@@ -110,6 +110,18 @@ def test_what_is_removed_or_saved_again_while_it_is_checked_is_not_called_faulty
     code, printed, errors = run("verify", directory)
     expected = "was replaced by another save" if is_replaced else "was removed while it was checked"
     assert code == 2 and expected in errors and "FAULTY" not in printed
+
+
+def test_faults_are_reported_though_the_manifest_cannot_be_read_again(tmp_path, monkeypatch):
+    def refuse(path):
+        raise StorageError("the storage does not answer", code=errno.EIO)
+
+    ds.save({"w": torch.ones(3)}, tmp_path / "c", **SMALL)
+    (data,) = data_files(tmp_path / "c")
+    data.unlink()
+    monkeypatch.setattr(verifying, "read_manifest", refuse)
+    code, printed, _ = run("verify", tmp_path / "c")
+    assert code == 1 and "FAULTY" in printed
 
 
 def test_ranks_that_disagree_about_their_number_are_found(tmp_path):

@@ -14,7 +14,7 @@ from megatron_datastates.format.directory import (
     iteration_name,
 )
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
-from megatron_datastates.pipeline.runs.runs import find_iterations
+from megatron_datastates.pipeline.runs.runs import find_iterations, is_named_by_megatron
 
 
 def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
@@ -26,7 +26,8 @@ def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
     try:
         if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
             return None
-        complete = [one.number for one in find_iterations(run) if one.complete]
+        found = [one for one in find_iterations(run) if is_named_by_megatron(one.path)]
+        complete = [one.number for one in found if one.complete]
     except (OSError, StorageError) as error:
         return StorageError(
             f"--ckpt-step {wanted}: expected {name} in {run}, which rank 0 cannot read: {error}. Check that "
@@ -60,13 +61,14 @@ def require_there(directory: Path, wanted: int | None) -> None:
         if directory.exists():
             return
         run = directory.parent
-        numbers = (iteration_in_name(path.name) for path in checkpoint_directories(run))
+        named = filter(is_named_by_megatron, checkpoint_directories(run))
+        numbers = (iteration_in_name(path.name) for path in named)
         there = [number for number in numbers if number is not None]
         choice = "Choose one with --ckpt-step, or restore what is missing"
         is_chosen = wanted is not None and directory.name == iteration_name(wanted)
-        named = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
+        who = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
         with load_errors():
             raise NotACheckpointError(
-                f"{named} names a checkpoint that is not there: expected {directory.name} in {run}, found "
+                f"{who} names a checkpoint that is not there: expected {directory.name} in {run}, found "
                 f"{_listed(there, choice)}."
             )

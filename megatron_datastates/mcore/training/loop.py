@@ -94,7 +94,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
         if _options is not None:
-            registered(_options.providers)
+            registered(_options.providers, expects_loader=_saves_position())
             _announce(_options)
         _require_restored_data(parameters.of_call(args, kwargs).get("train_data_iterator"))
         forget_saves()
@@ -108,6 +108,13 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             _loops -= 1
 
     return train
+
+
+def _saves_position() -> bool:
+    """Returns whether saves will include the position of the loop's data loader."""
+    from megatron.training.checkpointing import get_args
+
+    return bool(getattr(get_args(), "dataloader_save", None))
 
 
 def _announce(options: Options) -> None:

@@ -48,7 +48,7 @@ def mend(tracker: Path) -> None:
     """Repairs a damaged tracker, on which Megatron's retention would fail. Never raises.
 
     The tracker then names the checkpoint that a load falls back to, which retention may delete once a newer
-    one exists. It may be of any format: this job saves in ours. If none is complete, the tracker is deleted.
+    one exists. It may be ours or of torch_dist. If none is complete, the tracker is deleted.
     """
     try:
         if (text := _damaged_text(tracker)) is not None:
@@ -83,7 +83,7 @@ def _fallback(tracker: Path, text: bytes, *, needs_ours: bool = True) -> int | N
     It may be in another format: loads detect the format of its directory.
 
     Args:
-        needs_ours: None, too, if none was saved in our format.
+        needs_ours: return None also if none was saved in our format.
 
     Raises:
         OSError: a checkpoint cannot be looked at: it may be the newest.

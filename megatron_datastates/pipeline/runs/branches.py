@@ -83,9 +83,9 @@ class Point:
         return reached is not None and reached >= other.save_id.ordinal
 
     def is_apart_from(self, other: Point) -> bool:
-        """Returns whether neither of two checkpoints follows the other, although a job precedes both.
+        """Returns whether two checkpoints are known to be on different branches that leave one ancestor.
 
-        What is not known of ancestors precedes those that are known.
+        Ancestors that are not known are older than all known ones.
         """
         is_in_line = self.save_id == other.save_id or self.follows(other) or other.follows(self)
         return not is_in_line and not self._jobs_before.isdisjoint(other._jobs_before)

@@ -149,7 +149,7 @@ def by_branch(
     Reads that of the tracked checkpoint first. If it names all that its job and those before it resumed from,
     a few others suffice, read at a time until enough are found: they are large where a run has many ranks.
     Otherwise all are read. Of two branches that leave one checkpoint, that of the tracked checkpoint is the
-    present one, unless a later job has left it. What nothing of this says is not known.
+    present one, unless a later job has left it. Where none of this decides, a checkpoint was not left.
 
     Args:
         directories: of complete checkpoints.

@@ -139,7 +139,7 @@ def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def is_named_by_megatron(path: Path) -> bool:
-    """Returns whether an iteration's directory has the name by which Megatron loads it: seven digits."""
+    """Returns whether an iteration's directory is named as Megatron names it: at least seven digits."""
     return path.name == iteration_name(iteration_in_name(path.name) or 0)
 
 

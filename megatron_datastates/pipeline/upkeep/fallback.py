@@ -19,7 +19,7 @@ from megatron_datastates.format.directory import BACKEND, iteration_in_name, ite
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
-from megatron_datastates.pipeline.runs.runs import find_iterations, find_published
+from megatron_datastates.pipeline.runs.runs import find_iterations, find_published, is_named_by_megatron
 from megatron_datastates.pipeline.upkeep.verify import Verdict, verify
 from megatron_datastates.threads import ThreadPool
 
@@ -71,8 +71,9 @@ def _other_format(damaged: Path, root: Path, after: int) -> int:
     """Returns the newest complete iteration of another format between two; _NONE if there is none."""
     number = iteration_in_name(damaged.name) or 0
     with contextlib.suppress(OSError):  # _older has said so
-        others = [one for one in find_iterations(root) if one.complete and one.format != BACKEND]
-        return max((one.number for one in others if after < one.number < number), default=_NONE)
+        complete = [one for one in find_iterations(root) if one.complete and is_named_by_megatron(one.path)]
+        others = [one.number for one in complete if one.format != BACKEND]
+        return max((one for one in others if after < one < number), default=_NONE)
     return _NONE
 
 

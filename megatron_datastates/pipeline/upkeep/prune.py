@@ -43,10 +43,13 @@ from megatron_datastates.pipeline.upkeep.left_overs import content_of, is_gone
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.upkeep.retention import (
     NO_OTHERS,
+    TRACKED_NEXT,
     OtherFormats,
     PrunePlan,
     RetentionRules,
+    may_be_tracked_next,
     plan_prune,
+    read_tracker,
 )
 
 
@@ -77,7 +80,10 @@ def prune(
         index_name = others[iteration.format].index_name if iteration.format in others else MANIFEST_NAME
         try:
             if is_object(iteration.path):
-                why = ObjectRemoval(iteration, points).run(rules.min_age_seconds)
+                in_store, tracker = ObjectRemoval(iteration, points), read_tracker(iteration.path.parent)
+                manifest, least = iteration.path / MANIFEST_NAME, rules.min_age_seconds
+                is_new = may_be_tracked_next(manifest, iteration.number, tracker, least)
+                why = TRACKED_NEXT if is_new else in_store.run(least)
             else:
                 removal = _Removal(iteration.path, index_name, points)
                 again = plan_prune(root, rules, others, (iteration, plan))
@@ -135,6 +141,7 @@ class _Removal:
         self._listed = _listed(path)
         self._content = content_of(self._index)
         self._seen = {*self._listed, REMOVAL_NAME}
+        self._published: tuple[Status | None, set[str]] = (None, set())
 
     def run(self) -> str | None:
         """Does steps 2 to 4 for what was listed and read in step 1; returns why the rest stays."""
@@ -153,7 +160,7 @@ class _Removal:
             if self._is_overwritten(name):
                 return "the old checkpoint is gone; a save into it has begun meanwhile"
             if self._is_ours and is_own_file_name(name):
-                may_go = name not in files_in_manifest(self._index)  # of a save that has linked it again
+                may_go = name not in self._published_meanwhile()  # by a save that has linked it again
             else:
                 may_go = not self._has_begun()
             if may_go:
@@ -176,6 +183,13 @@ class _Removal:
         All of another format's are; of ours those of Megatron, which writes them before our first file.
         """
         return status_of(self._path / name) not in (None, self._listed[name])
+
+    def _published_meanwhile(self) -> set[str]:
+        """Returns what a manifest names that a save has published since the old one was set aside."""
+        status = status_of(self._index)
+        if status != self._published[0]:
+            self._published = status, files_in_manifest(self._index)
+        return self._published[1]
 
     def _has_begun(self) -> bool:
         """Returns whether a save has made files since the directory was listed; they have new names."""

@@ -11,8 +11,9 @@ rollback, the tracker goes on naming a later iteration until the first save is p
 with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
 which `repair` rebuilds.
 
-A complete checkpoint that is younger than MIN_AGE_SECONDS, and newer than the tracker, is kept, too: after a
-rollback it need not be the newest one, and the tracker is written right after it was published.
+A complete checkpoint that is newer than the tracker may be one that it is about to name, and after a rollback
+it need not be the newest one. It is kept until it is MIN_AGE_SECONDS old; and at any age if it is known to be
+of another branch than the tracked one, as Megatron may write the tracker at a poll, hours later.
 
 A checkpoint of another format may be one that a save is writing again, under the same names. What shows that
 are files that are younger than MIN_AGE_SECONDS, in a directory without an index, or younger than the index.
@@ -31,10 +32,17 @@ from types import MappingProxyType
 from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.files import is_denied, is_object, names_in, path_of
-from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME
+from megatron_datastates.format.directory import (
+    BACKEND,
+    METADATA_NAME,
+    REMOVAL_NAME,
+    TRACKER_NAME,
+    iteration_name,
+)
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing.presence import missing_data_files
+from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.run_folders import why_no_run
 from megatron_datastates.pipeline.runs.runs import (
@@ -56,6 +64,7 @@ from megatron_datastates.pipeline.upkeep.left_overs import (
 _UNREADABLE = "it cannot be read: "
 _UNDER_WAY = "incomplete: its save may be under way, as the tracker names none that is newer and undamaged. "
 _SINCE = "incomplete: its save may be under way, as it has written files since the tracker was written. "
+TRACKED_NEXT = "it was published after the tracker was written, which may name it next"
 _DEAD = "If no job runs, delete it by hand, or resume: it goes once a newer one is complete"
 _REPAIRABLE = "If no job runs, see datastates repair"
 
@@ -152,12 +161,19 @@ def plan_prune(
 
 
 @dataclasses.dataclass(frozen=True)
+class Tracker:
+    """What a tracker says, and when it was written."""
+
+    iteration: int | None
+    written_at: float  # by the file system's clock; 0 if there is no tracker
+
+
+@dataclasses.dataclass(frozen=True)
 class _Listing:
     """What is directly in a run's directory."""
 
     iterations: list[Iteration]
-    tracked: int | None  # the iteration that the tracker names
-    tracked_at: float  # when it was written; 0 if there is none
+    tracker: Tracker
     links: dict[str, str]  # their names, by what they point to
     uploads: list[UnnamedFile]  # to an object store, that have not ended
     note: str  # what could not be looked for
@@ -188,11 +204,19 @@ def _list(path: Path, others: OtherFormats) -> _Listing:
         raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
     if not iterations and not uploads:
         raise NotACheckpointError(why_no_run(path, or_else=""))
-    tracker = path / TRACKER_NAME
-    tracked, tracked_at = require_tracked(tracker), 0.0
-    with contextlib.suppress(FileNotFoundError):
-        tracked_at = tracker.stat().st_mtime
-    return _Listing(iterations, tracked, tracked_at, links, uploads, note)
+    return _Listing(iterations, read_tracker(path), links, uploads, note)
+
+
+def read_tracker(run: Path) -> Tracker:
+    """Reads the tracker of a run. Raises as require_tracked."""
+    tracker, written_at = run / TRACKER_NAME, 0.0
+    try:
+        written_at = tracker.stat().st_mtime  # first: if it is replaced meanwhile, its age protects more
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}") from error
+    return Tracker(require_tracked(tracker), written_at)
 
 
 def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
@@ -282,7 +306,7 @@ def _reason(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why this is kept whatever files are in it, or None."""
     if (complaint := basis.complaints[iteration.path]) is not None:
         return complaint
-    if iteration.number == basis.listing.tracked:
+    if iteration.number == basis.listing.tracker.iteration:
         return "the tracker names it"
     why = (_reason_of_complete if iteration.complete else _reason_of_incomplete)(iteration, basis)
     return why or _link_to(iteration, basis.listing.links)
@@ -297,25 +321,42 @@ def _reason_of_complete(iteration: Iteration, basis: _Basis) -> str | None:
         return f"one of the last {keep_last}"
     if keep_every is not None and iteration.number % keep_every == 0:
         return f"a multiple of {keep_every}"
-    if _is_newer_than_tracker(iteration, basis):
-        return "published just now, after the tracker was written, which may name it next"
+    # Of another format not the index, which --drop-optimizer writes anew.
+    last = iteration.path / (METADATA_NAME if iteration.format in basis.others else MANIFEST_NAME)
+    if may_be_tracked_next(last, iteration.number, basis.listing.tracker, basis.rules.min_age_seconds):
+        return TRACKED_NEXT
     return None
 
 
-def _is_newer_than_tracker(iteration: Iteration, basis: _Basis) -> bool:
-    """Returns whether a save has published this lately, and no tracker has been written since.
+def may_be_tracked_next(last: Path, iteration: int, tracker: Tracker, min_age_seconds: float) -> bool:
+    """Returns whether a complete checkpoint may have been published so lately that no tracker names it yet.
 
-    After a rollback it is not the newest one, and the tracker still names a checkpoint of the other branch.
+    Args:
+        last: the file that is written last when it is published.
+        min_age_seconds: 0 if no job runs, which would write the tracker.
     """
-    other = basis.others.get(iteration.format)
-    published_at = (iteration.path / (MANIFEST_NAME if other is None else other.index_name)).stat().st_mtime
-    is_young = time.time() - published_at < basis.rules.min_age_seconds
-    return is_young and 0 < basis.listing.tracked_at < published_at
+    if not min_age_seconds:
+        return False
+    try:
+        published_at = last.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    if not 0 < tracker.written_at < published_at:
+        return False
+    point = known_point(last.parent, iteration)
+    if point is None or point.is_without_optimizer:  # its manifest was written anew since
+        return False
+    if time.time() - published_at < min_age_seconds:
+        return True
+    if tracker.iteration is None:
+        return False
+    tracked = known_point(last.parent.parent / iteration_name(tracker.iteration), tracker.iteration)
+    return tracked is not None and point.is_apart_from(tracked)
 
 
 def _reason_of_incomplete(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why an incomplete checkpoint is kept; None if a crash left it, and nothing can repair it."""
-    other, tracked = basis.others.get(iteration.format), basis.listing.tracked
+    other, tracked = basis.others.get(iteration.format), basis.listing.tracker.iteration
     if other is not None and (iteration.path / other.index_name).exists():
         return _without_metadata(iteration, other)
     may_be_repaired = other is None and _may_be_whole(iteration.path)
@@ -336,7 +377,7 @@ def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Ba
     own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
         return why
-    tracker_age = time.time() - basis.listing.tracked_at
+    tracker_age = time.time() - basis.listing.tracker.written_at
     may_be_new = not iteration.complete and not (iteration.path / REMOVAL_NAME).exists()
     if may_be_new and any(file.age_seconds < tracker_age for file in unnamed):
         return f"{_SINCE}{_DEAD}"

@@ -6,6 +6,7 @@ A note is about something that an undamaged checkpoint may have.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -25,7 +26,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.files import DOCUMENT_BYTES, is_out_of_reach, names_in
+from megatron_datastates.files import DOCUMENT_BYTES, is_out_of_reach, names_in, status_of
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
@@ -115,8 +116,11 @@ def _require_unchanged(checkpoint: Checkpoint) -> None:
     path = checkpoint.directory
     try:
         found = read_manifest(path)
-    except NotACheckpointError as error:
-        raise NotACheckpointError(f"{path} was removed while it was checked") from error
+    except DataStatesError as error:
+        with contextlib.suppress(OSError):
+            if status_of(path / MANIFEST_NAME) is None:
+                raise NotACheckpointError(f"{path} was removed while it was checked") from error
+        return  # that it cannot be read now does not show that it has changed
     if is_another(found, checkpoint.manifest):
         raise StorageError(
             f"{path} was replaced by another save, or keys were removed from it, while it was checked: check "
