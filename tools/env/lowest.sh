@@ -18,6 +18,8 @@ folder=$PWD/.venv/lowest
 if [[ ! -e $folder/complete ]] || [[ $(<"$folder/complete") != "${lowest[*]}" ]]; then
   rm -rf "$folder"
   "$python" -m pip install -q --no-deps --target "$folder" "${lowest[@]}"
+  mkdir "$folder/zarr" # as if it were not installed
+  echo 'raise ModuleNotFoundError("zarr needs a newer numpy")' >"$folder/zarr/__init__.py"
   echo "${lowest[*]}" >"$folder/complete"
 fi
 
