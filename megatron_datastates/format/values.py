@@ -175,4 +175,12 @@ def digest_in_index_name(name: str) -> str | None:
 
 def is_own_file_name(name: str) -> bool:
     """Returns whether saves make files of this name: one that no manifest names is a left-over."""
-    return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _DCP_NAME, _LEFT_BY_ANY))
+    return is_of_a_checkpoint(name) or _LEFT_BY_ANY.fullmatch(name) is not None
+
+
+def is_of_a_checkpoint(name: str) -> bool:
+    """Returns whether only the directory of a checkpoint has files of this name.
+
+    That of a run may have what a kill has left of its list of jobs.
+    """
+    return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _DCP_NAME))

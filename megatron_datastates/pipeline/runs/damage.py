@@ -21,7 +21,7 @@ from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tables import Words
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own_file_name
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_of_a_checkpoint
 
 _MOST_NAMED = 4  # of what is corrupt, in one message
 _MOST_LOOKED_AT = 1000  # directories below one that is no checkpoint
@@ -143,8 +143,7 @@ def why_no_checkpoint(path: Path) -> str:
         return f"{path} cannot be listed: {error.strerror}"
     if MANIFEST_NAME in names:
         return f"{path / MANIFEST_NAME} cannot be read, or is not a file"
-    # A kill while the list of jobs was written leaves a temporary file of ours in a run.
-    if any(is_own_file_name(name) and not name.endswith(".tmp") for name in names):
+    if any(map(is_of_a_checkpoint, names)):
         return (
             f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
             "so its save was killed or failed. Load an older one; if only the manifest was lost, "

@@ -19,7 +19,7 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
     iteration_name,
 )
-from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_of_a_checkpoint
 from megatron_datastates.pipeline.runs.runs import iteration_named, stored_backend
 
 _MOST_NAMED = 8
@@ -87,9 +87,7 @@ def is_run(directory: Path) -> bool:
 
 
 def _is_checkpoint(directory: Path, names: Collection[str]) -> bool:
-    # A kill while the list of jobs was written leaves a temporary file of ours in a run.
-    has_own = any(is_own_file_name(name) and not name.endswith(".tmp") for name in names)
-    return bool(TORCH_DIST_INDEX in names or has_own or stored_backend(directory))
+    return bool(TORCH_DIST_INDEX in names or any(map(is_of_a_checkpoint, names)) or stored_backend(directory))
 
 
 def has_folder(run: Path, name: str) -> bool:

@@ -43,13 +43,10 @@ from megatron_datastates.pipeline.upkeep.left_overs import content_of, is_gone
 from megatron_datastates.pipeline.upkeep.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.upkeep.retention import (
     NO_OTHERS,
-    TRACKED_NEXT,
     OtherFormats,
     PrunePlan,
     RetentionRules,
-    may_be_tracked_next,
     plan_prune,
-    read_tracker,
 )
 
 
@@ -80,10 +77,7 @@ def prune(
         index_name = others[iteration.format].index_name if iteration.format in others else MANIFEST_NAME
         try:
             if is_object(iteration.path):
-                in_store, tracker = ObjectRemoval(iteration, points), read_tracker(iteration.path.parent)
-                manifest, least = iteration.path / MANIFEST_NAME, rules.min_age_seconds
-                is_new = may_be_tracked_next(manifest, iteration.number, tracker, least)
-                why = TRACKED_NEXT if is_new else in_store.run(least)
+                why = ObjectRemoval(iteration, points).run(rules.min_age_seconds)
             else:
                 removal = _Removal(iteration.path, index_name, points)
                 again = plan_prune(root, rules, others, (iteration, plan))

@@ -5,9 +5,9 @@ about; what is complete, manifests and the objects that they name say, each aske
 that does not answer ends the call: silence is no answer.
 
 Protocol, in place of that of prune.py, because a store has no renames and no directories:
-  1. list the objects and read the manifest; then decide again: the tracker does not name the checkpoint, it
-     is of the same format, and nothing in it, uploads included, is younger than MIN_AGE_SECONDS that the
-     manifest does not name;
+  1. list the objects and read the manifest; then decide again: the tracker neither names the checkpoint nor
+     is about to, it is of the same format, and nothing in it, uploads included, is younger than
+     MIN_AGE_SECONDS that the manifest does not name;
   2. write what the manifest holds as REMOVAL_NAME: it shows the next call why the manifest is missing, and
      names what a late listing may not show;
   3. read the manifest again. If it is not the one that was read, a save has published meanwhile: remove
@@ -21,16 +21,17 @@ from __future__ import annotations
 
 from megatron_datastates import stores
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME, TRACKER_NAME
+from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.publishing.presence import names_in_manifest
-from megatron_datastates.pipeline.runs.runs import Iteration, format_answered, require_tracked
+from megatron_datastates.pipeline.runs.runs import Iteration, format_answered
 from megatron_datastates.pipeline.upkeep.left_overs import (
     content_of,
     under_way,
     unfinished_uploads,
     unnamed_files,
 )
+from megatron_datastates.pipeline.upkeep.retention import TRACKED_NEXT, may_be_tracked_next, read_tracker
 
 
 class ObjectRemoval:
@@ -47,15 +48,18 @@ class ObjectRemoval:
 
     def run(self, min_age_seconds: float) -> str | None:
         """Does the rest; returns why the checkpoint, or what is left of it, stays."""
-        if require_tracked(self._path.parent / TRACKER_NAME) == self._iteration.number:
+        number, tracker = self._iteration.number, read_tracker(self._path.parent)
+        if tracker.iteration == number:
             return "the tracker names it"
+        marker, manifest = self._path / REMOVAL_NAME, self._path / MANIFEST_NAME
+        if may_be_tracked_next(manifest, number, tracker, min_age_seconds):
+            return TRACKED_NEXT
         if (format := format_answered(self._path)) != self._iteration.format:
             return f"its format is {format} now"
         uploads, _ = unfinished_uploads(self._path.parent)
         own = [upload for upload in uploads if upload.path.parent == self._path]
         if why := under_way([*unnamed_files(self._path), *own], min_age_seconds):
             return why
-        marker, manifest = self._path / REMOVAL_NAME, self._path / MANIFEST_NAME
         if self._content is not None:
             self._faults.point("write removal")
             stores.write(marker, self._content)
