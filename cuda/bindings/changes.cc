@@ -29,8 +29,8 @@ int OnChange(PyDict_WatchEvent, PyObject*, PyObject*, PyObject*) {
   return 0;
 }
 
-int OnAttributeChange(PyDict_WatchEvent, PyObject*, PyObject* key, PyObject*) {
-  if (MayMatter(key)) ++count;
+int OnAttributeChange(PyDict_WatchEvent event, PyObject*, PyObject* key, PyObject*) {
+  if (event != PyDict_EVENT_MODIFIED || MayMatter(key)) ++count;
   return 0;
 }
 

@@ -18,7 +18,8 @@ uint64_t ChangeCount();
 // Watches a dictionary, as long as it exists: counts every change.
 void WatchDictionary(nanobind::handle dictionary);
 
-// Watches the __dict__ of an object: counts changes under the names that were passed to `WatchName`.
+// Watches the __dict__ of an object: counts new and removed attributes, and changes of those with the names
+// that were passed to `WatchName`.
 void WatchAttributes(nanobind::handle dictionary);
 void WatchName(nanobind::handle interned);
 

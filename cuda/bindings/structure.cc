@@ -17,6 +17,10 @@ enum Container : uint64_t { kDictionary, kSequence, kSet, kAbsent };
 
 uint64_t Fact(Container container, size_t size) { return static_cast<uint64_t>(size) << 2 | container; }
 
+uint64_t SizeOf(nb::handle dictionary) {
+  return Fact(kDictionary, static_cast<size_t>(PyDict_GET_SIZE(dictionary.ptr())));
+}
+
 bool HasWeakReferences(nb::handle value) { return PyType_SUPPORTS_WEAKREFS(Py_TYPE(value.ptr())); }
 
 nb::list InternedStrings(const std::vector<std::string>& names) {
@@ -96,7 +100,7 @@ class Structure::Noting {
     const size_t first = entries_.size();
     if (!Leaf(owner.type())) return false;
     structure_.owners_.push_back({entries_[first].held, values.ptr()});
-    return true;
+    return Add(Kind::kContainer, SizeOf(values), {}, {});
   }
   bool Container(uint64_t fact, nb::handle value) {
     if (PyDict_Check(value.ptr()))
@@ -143,7 +147,9 @@ class Structure::Comparing {
     if (owner_ == structure_.owners_.size()) return false;
     WatchAttributes(values);
     structure_.owners_[owner_++].values = values.ptr();
-    return Leaf(owner.type());
+    if (!Leaf(owner.type())) return false;
+    const Entry* entry = Next(Kind::kContainer);
+    return entry != nullptr && entry->fact == SizeOf(values);
   }
   bool Container(uint64_t fact, nb::handle value) {
     Entry* entry = Next(Kind::kContainer);
@@ -304,8 +310,7 @@ bool Structure::WalkValue(nb::handle value, Visitor* visitor) {
   const Depth depth;
   const size_t container = visitor->position();
   if (PyDict_Check(object)) {
-    const auto size = static_cast<size_t>(PyDict_GET_SIZE(object));
-    if (!visitor->Container(Fact(kDictionary, size), value)) return false;
+    if (!visitor->Container(SizeOf(value), value)) return false;
     if constexpr (std::is_same_v<Visitor, Comparing>)
       if (visitor->knows()) return WalkUnwatched(container + 1, entries_[container].end, visitor);
     PyObject *key = nullptr, *item = nullptr;

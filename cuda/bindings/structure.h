@@ -19,8 +19,8 @@ namespace datastates {
 // again, only the lists, tuples and sets in them.
 class Structure {
  public:
-  // Notes of each owner its class, its attributes of the names `attributes`, as far as its __dict__ has them,
-  // and which of the names `own` its __dict__ has. Of the values under the keys `opaque`, notes only whether
+  // Notes of each owner its class, how many attributes its __dict__ has, those of the names `attributes`, and
+  // which of the names `own` there are. Of the values under the keys `opaque`, notes only whether
   // their types have weak references.
   Structure(const nanobind::list& owners, const nanobind::list& roots,
             const std::vector<std::string>& attributes, const std::vector<std::string>& own,

@@ -3,7 +3,9 @@
 Real optimizers and loops: tests/e2e/test_prepared.py.
 """
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import io
@@ -28,18 +30,27 @@ from megatron.training import checkpointing
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.save import prepared, preparing
+from megatron_datastates.mcore.save import prepared, preparing, survey
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
-from megatron_datastates.providers.base import Mutability, Tensors
+from megatron_datastates.providers.base import Mutability, Place, Tensors
 
 
 def no_optimizer() -> Any:
     chain = ChainedOptimizer.__new__(ChainedOptimizer)
     chain.chained_optimizers = []
     return chain
+
+
+@dataclasses.dataclass
+class Config:
+    """Of a model, as Megatron's."""
+
+    experts: int = 2
+    names: tuple[str, ...] = ("a", "b")
+    callback: Any = None
 
 
 def make() -> torch.nn.Module:
@@ -51,6 +62,11 @@ def make() -> torch.nn.Module:
     model[0].register_buffer("shared_name", torch.zeros(2), persistent=False)
     model[1].register_buffer("shared_name", torch.zeros(2))
     model[0].layer_number = 1
+    model[0].current_microbatch = 0
+    model[1].experts = {"first": [0, 1], "second": 2}  # no plain attribute
+    model[2].experts = [0, 1]
+    model[2].config = model[3].config = Config()
+    model[3].seen = 0
     model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
     model[2].weight.requires_grad_(False)
     return model
@@ -124,6 +140,14 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: model[3].register_buffer("padding", torch.zeros(3)),
     lambda model: model[3].__dict__.pop("_buffers"),
     lambda model: setattr(model[0], "layer_number", 2),
+    lambda model: delattr(model[0], "layer_number"),
+    lambda model: setattr(model[0], "another", None),
+    lambda model: model[2].experts.reverse(),
+    lambda model: setattr(model[2], "experts", [0, 1, 2]),
+    lambda model: setattr(model[2], "experts", torch.zeros(2)),
+    lambda model: setattr(model[3].config, "experts", 4),
+    lambda model: setattr(model[3].config, "names", ("a", "c")),
+    lambda model: setattr(model[3], "seen", False),  # equal, and written in another way
     lambda model: model[1].register_buffer("shared_name", torch.zeros(2)),
 ]
 
@@ -142,7 +166,16 @@ def replace_what_is_not_stored(model: Any) -> None:
     model[0].dropped = model[0].dropped + 1
 
 
-@pytest.mark.parametrize("change", [set_data, set_values, freeze, replace_what_is_not_stored])
+def set_what_passes(model: Any) -> None:
+    model.eval()
+    model[0].current_microbatch = 7
+    model[2].config.callback = print  # not plain
+    model[2].experts = [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change", [set_data, set_values, freeze, replace_what_is_not_stored, set_what_passes]
+)
 def test_other_memory_and_other_values_are_no_change_of_structure(change: Callable[[Any], None]) -> None:
     model = make()
     survey = Survey([model], no_optimizer())
@@ -992,6 +1025,46 @@ def test_a_state_dict_that_is_saved_once_more_is_what_later_saves_are_prepared_b
     assert found.mutability == [Mutability.NOW] * 3 and len(classified) == count + 1
     complete(*tensors)
     assert saved().mutability == [Mutability.NOW] * 3, "the classification is that of the save itself"
+
+
+def test_attributes_whose_changes_change_nothing_that_is_stored_are_disregarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(survey, "_unrelated", set())
+    model = make()
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    last: prepared.Preparation | None = None
+
+    def is_prepared(place: int) -> bool:
+        """Saves, in full if it is not prepared; `place` is where it stores the weight."""
+        nonlocal last
+        if last is not None:
+            with contextlib.suppress(UnprovableError):
+                last.require_conditions(call)
+                last.require_unchanged(call)
+                return True
+        last, found = prepared.Preparation(call, last), Tensors()
+        found.add("weight", model[0].weight, Mutability.NOW, Place((8, 4), (place, 0), (6, 4)))
+        last.complete({}, found, found.tensors[:])
+        return False
+
+    assert not is_prepared(0)
+    for expected in (False, False, True, True):  # the second full save begins before it is known
+        model[3].seen += 1
+        assert is_prepared(0) == expected
+    for place in (1, 2, 1):
+        model[2].experts[0] = place
+        assert not is_prepared(place)
+    assert is_prepared(1)
+    model[2].experts[0], model[3].config.experts = 2, 3
+    with pytest.raises(UnprovableError, match=r"the attribute experts of a Linear has changed"):
+        last.require_unchanged(call)
+
+
+def test_a_model_that_was_replaced_is_no_reason_against_preparing_the_new_one() -> None:
+    last = prepared.Preparation({"model": [make()], "optimizer": no_optimizer(), "args": None})
+    gc.collect()
+    prepared.Preparation({"model": [make()], "optimizer": no_optimizer(), "args": None}, last)
 
 
 def test_a_negated_view_cannot_be_prepared() -> None:

@@ -141,11 +141,10 @@ def _all_ranks(is_ready: bool, must_agree: bool) -> bool:
 
 
 def _generate_full(generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving) -> Any:
-    if call["model"]:
-        _preparations.pop(call["model"][0], None)
+    last = _preparations.pop(call["model"][0], None) if call["model"] else None
     if saving.is_on:
         with _noting():
-            saving.full = Preparation(call)
+            saving.full = Preparation(call, last)
     state = generate(call["model"])
     if saving.full is not None:
         with _noting():

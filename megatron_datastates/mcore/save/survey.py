@@ -1,8 +1,9 @@
 """What decides a sharded state dict: the modules, tensors and buckets of a model and its optimizer.
 
 A survey proves that all of it is what it was: the same objects in the same places, with the same shapes,
-strides, dtypes and devices. Addresses may differ. It knows the classes of Megatron, torch and Transformer
-Engine; nothing can be proved of a class from elsewhere that makes or changes a sharded state dict.
+strides, dtypes and devices, and plain attributes of modules with the same values. Addresses may differ. It
+knows the classes of Megatron, torch and Transformer Engine; nothing can be proved of a class from elsewhere
+that makes or changes a sharded state dict.
 
 Holds tensors and modules weakly: what a program frees between saves is freed. Loops run in C where there is
 an element for each tensor; the trainer waits for them in every save.
@@ -10,6 +11,7 @@ an element for each tensor; the trainer waits for them in every save.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import weakref
@@ -42,8 +44,13 @@ _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")  # stored besi
 _OURS = "megatron_datastates."
 _SAVING = ("megatron.training.checkpointing", "save_checkpoint")  # makes state dicts, and saves them
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-# What is compared of each module; its layer's number is in keys or offsets.
-_MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "layer_number", *_HOOKS)
+# What is compared of each module, besides plain attributes.
+_MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
+# A fork of Megatron may make keys or offsets of any plain attribute of its modules, or of their configs.
+_PLAIN = (bool, int, float, str)
+# Not of these, which every module has, and which say how far an iteration is.
+_PASSING = frozenset(vars(torch.nn.Module())) | {"is_first_microbatch", "current_microbatch"}
+_unrelated = set[str]()  # names of attributes whose changes were seen to change nothing that is stored
 _hooks = attrgetter(*_HOOKS)
 _attributes = attrgetter("dtype", "shape", "device", "layout")
 
@@ -79,18 +86,25 @@ class Survey:
         if any(getattr(one, "is_gtp_weight_remat", False) for one in parameters):
             raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
         self._modules = list(map(weakref.ref, modules))
+        self._configs = list(map(weakref.ref, _configs_of(modules)))
         self._optimizers = [weakref.ref(one) for one in optimizers_in(optimizer)]
         self._chain = _chain_in(optimizer)
-        members, containers = self._places()
+        members, configs, containers = self._places()
+        self._plain = [_plain_attributes(one) for one in members + configs]
+        of_members, of_configs = self._plain[: len(members)], self._plain[len(members) :]
         self._structures = (
             native.Structure(
                 members,
                 [],
-                attributes=list(_MEMBERS),
+                attributes=[*_MEMBERS, *sorted(set(chain.from_iterable(of_members)))],
                 own=[*_DECIDING, MAKER],
                 opaque=_never_stored(members),
             ),
             native.Structure([], containers, attributes=[], own=[], opaque=["step"]),
+        )
+        # By itself: names that only configs have would be looked for in every module.
+        self._values = native.Structure(
+            configs, [], attributes=sorted(set(chain.from_iterable(of_configs))), own=[], opaque=[]
         )
         tensors = self._choose_tensors()
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
@@ -125,6 +139,16 @@ class Survey:
         if not all(map(is_frozen, self._pick_frozen(tensors))):
             raise UnprovableError("a frozen parameter's requires_grad has changed")
         return self._described(tensors)
+
+    def changed_attributes(self) -> list[tuple[type, str]]:
+        """Returns the plain attributes that have changed: of which class, and their names. Slow."""
+        owners = [ref() for ref in self._modules + self._configs]
+        return [
+            (type(one), name)
+            for one, before in zip(owners, self._plain, strict=True)
+            for name, value in before.items()
+            if one is not None and not _is_same(vars(one).get(name), value)
+        ]
 
     def found_again(self, found: Found) -> Found:
         """Returns the tensors that `tensors_if_unchanged` has returned, and where they are now.
@@ -165,16 +189,17 @@ class Survey:
         if has_unresolved_views(tensors, facts):
             raise UnprovableError("a tensor has become a negated or conjugated view")
 
-    def _places(self) -> tuple[list[Any], list[Any]]:
-        """Returns the modules, and the containers of the optimizers.
+    def _places(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the modules, their configs, and the containers of the optimizers.
 
         Raises:
-            UnprovableError: a module or an optimizer is gone.
+            UnprovableError: a module, a config or an optimizer is gone.
         """
-        modules, optimizers = [ref() for ref in self._modules], [ref() for ref in self._optimizers]
-        if None in modules or None in optimizers:
+        modules, configs = [ref() for ref in self._modules], [ref() for ref in self._configs]
+        optimizers = [ref() for ref in self._optimizers]
+        if None in modules or None in configs or None in optimizers:
             raise UnprovableError("a module or an optimizer is gone")
-        return modules, list(map(_containers, optimizers))
+        return modules, configs, list(map(_containers, optimizers))
 
     def _leaves(self) -> tuple[list[Any], list[Any]]:
         """Returns the tensors that modules hold, and those that only optimizers hold.
@@ -182,14 +207,51 @@ class Survey:
         Raises:
             UnprovableError: what they hold is not what it was.
         """
-        modules, containers = self._places()
+        modules, configs, containers = self._places()
         of_modules = self._structures[0].leaves(modules, [])
-        if of_modules is None:
-            raise UnprovableError("a module, a parameter, a buffer or a hook was added, removed or replaced")
+        if of_modules is None or self._values.leaves(configs, []) is None:
+            for cls, name in self.changed_attributes():
+                raise UnprovableError(f"the attribute {name} of a {cls.__qualname__} has changed")
+            raise UnprovableError(
+                "a module, a parameter, a buffer, an attribute or a hook was added, removed or replaced"
+            )
         of_optimizers = self._structures[1].leaves([], containers)
         if of_optimizers is None:
             raise UnprovableError("parameter groups, states or buckets of an optimizer are others")
         return of_modules, of_optimizers
+
+
+def disregard(attributes: Iterable[tuple[type, str]]) -> None:
+    """Lets surveys that are made from now on disregard attributes: they change nothing that is stored."""
+    _unrelated.update(name for _, name in attributes)
+
+
+def _configs_of(modules: list[Any]) -> list[Any]:
+    """Returns the configs that modules have, each once."""
+    found = {id(one): one for one in (vars(module).get("config") for module in modules)}
+    return [one for one in found.values() if hasattr(one, "__dict__") and hasattr(one, "__weakref__")]
+
+
+def _plain_attributes(owner: Any) -> dict[str, Any]:
+    """Returns the plain attributes of a module or a config, without those that are disregarded."""
+    return {
+        name: copy.copy(value)
+        for name, value in vars(owner).items()
+        if name not in _PASSING and name not in _unrelated and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, a text, or a container of these."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, _PLAIN)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    return type(value) is type(before) and _is_plain(value) and value == before
 
 
 def require_known_maker() -> None:
