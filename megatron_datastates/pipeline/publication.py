@@ -43,7 +43,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publisher import Publisher
 from megatron_datastates.pipeline.publishing.collectives import PendingResult
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
-from megatron_datastates.pipeline.publishing.lateness import Lateness
+from megatron_datastates.pipeline.publishing.lateness import Lateness, LatenessOfOthers
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.held import trainer_held
@@ -94,6 +94,7 @@ class Publication:
             save.released_callback = functools.partial(released, self)
         self.is_awaited = False  # the trainer does nothing but wait for this save
         self._lateness = Lateness(save.context.directory, save.context.rank)
+        self._lateness_of_others = LatenessOfOthers(save.context.directory, self.collectives.size)
         # The step of the protocol, between polls the same on every rank.
         self.outcome = Outcome.PENDING
         self.error: str | None = None  # of the whole save, the same text on every rank
@@ -170,7 +171,14 @@ class Publication:
         failed, in_place = save.failure is not None, self.publisher.is_manifest_in_place
         offered_bytes = 0 if near is None else near.offered_bytes
         without_copies = near is not None and near.lacks_copies
-        return Flags(int(not is_done), int(failed), int(in_place), offered_bytes, int(without_copies))
+        return Flags(
+            unfinished=int(not is_done),
+            failed=int(failed),
+            in_place=int(in_place),
+            offered_bytes=offered_bytes,
+            without_copies=int(without_copies),
+            unfinished_rank=0 if is_done else self.collectives.rank,
+        )
 
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
@@ -178,6 +186,9 @@ class Publication:
         self.publisher.look(is_awaited=self.is_awaited)
         if is_first:  # later ones wait for it
             self._look_if_late(1 if sums is None else max(sums.unfinished, 1))
+            if sums is not None and self.collectives.rank == 0 and not self._publishing:
+                others = sums.unfinished if self.save.is_durable else 0
+                self._lateness_of_others.look(others, sums.unfinished_rank)
         if self._pending_errors is not None:
             self._fail(self._pending_errors.result())
         elif sums is not None:

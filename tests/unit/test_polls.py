@@ -268,7 +268,7 @@ class Noting:
         self.is_interrupted = False
 
     def flags(self) -> Flags:
-        return Flags(1, 0, 0, 0, 0)
+        return Flags(1, 0, 0, 0, 0, 0)
 
     def interrupt(self, error: BaseException) -> None:
         self.is_interrupted = True

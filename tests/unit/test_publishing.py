@@ -37,6 +37,7 @@ from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers import StreamSource
 from megatron_datastates.providers.base import Mutability
+from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import State, new_saver, save
 
 
@@ -742,6 +743,33 @@ def test_where_many_ranks_hang_some_of_them_say_so(monkeypatch, caplog, ranks):
     assert 8 <= len(caplog.messages) <= 32
     like = f"like {len(ranks) - 1} others, keeps all others waiting"
     assert all(like in line for line in caplog.messages)
+
+
+def parts_of(ranks):
+    return [State({f"w{rank}": torch.ones(8)}) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("late", "said"), [([2], "wait for rank 2 to finish"), ([1, 2], "wait for 2 of 4 ranks to finish")]
+)
+def test_rank_0_says_which_rank_it_waits_for(tmp_path, monkeypatch, caplog, late, said):
+    """Operators read its log first."""
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.2)
+    faults = [{"faults": "sync:1:stall=1200"} if rank in late else {} for rank in range(4)]
+    ranks = RanksInTurn(4, faults)
+    assert ranks.save(tmp_path / "c", parts_of(4)).outcome is Outcome.PUBLISHED
+    ranks.close()
+    found = [line for line in caplog.messages if "is not published: for" in line]
+    assert 1 <= len([line for line in found if said in line]) <= 10
+    assert all(str(tmp_path / "c") in line for line in found)
+
+
+def test_rank_0_does_not_speak_of_others_before_it_has_written_itself(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.2)
+    ranks = RanksInTurn(2, [{"faults": "sync:1:stall=1200"}, {}])
+    assert ranks.save(tmp_path / "c", parts_of(2)).outcome is Outcome.PUBLISHED
+    ranks.close()
+    assert "is not published: for" not in caplog.text and "rank 0 on node" in caplog.text
 
 
 def test_what_hangs_is_logged_again_after_twice_the_time(monkeypatch, caplog):

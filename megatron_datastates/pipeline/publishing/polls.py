@@ -19,13 +19,14 @@ from megatron_datastates.pipeline.saving.postponement import Postponement
 
 
 class Flags(NamedTuple):
-    """What a rank adds to the sum for one save, each 0 or 1 but for the bytes; also that sum."""
+    """What a rank adds to the sum for one save, each 0 or 1 but for bytes and the rank; also that sum."""
 
     unfinished: int  # not durable; once records were sent, not published
     failed: int
     in_place: int  # the manifest is in its place, or may be
     offered_bytes: int  # that rank 0 wants to send to all (near/share.py)
     without_copies: int  # the rank has left out copies that it was to make
+    unfinished_rank: int  # its number if it is unfinished: in the sum, that of the only one
 
 
 class Turn:
