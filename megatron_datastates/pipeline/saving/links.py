@@ -25,6 +25,7 @@ from megatron_datastates.pipeline.saving.records import DurableFile
 
 logger = logging.getLogger(__name__)
 _MOST_FILES = 8  # a few layouts may alternate; more than that means that they keep changing
+_MOST_CHANGES = 6  # that are counted: at least every 63rd save compares
 _NEVER = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # recur at every attempt
 
 
@@ -56,24 +57,49 @@ class SharedFile:
     identity: Identity
 
 
+@dataclasses.dataclass
+class _Last:
+    """The file of one layout in the last checkpoint."""
+
+    file: SharedFile
+    changes: int = 0  # saves, one after the other, whose tensors were compared and had changed
+    skipped: int = 0  # saves since then that did not compare
+
+
 class Links:
-    """What a rank may link, by run directory and layout. Used by the trainer's thread only."""
+    """What a rank may link, by run directory and layout. Used by the trainer's thread only.
+
+    What changes although it is not trained (a teacher that is an average, say) is compared ever more rarely:
+    a comparison reads everything before the trainer may go on, and then everything is written all the same.
+    """
 
     def __init__(self) -> None:
-        self._files: dict[tuple[Path, bytes], SharedFile] = {}
+        self._files: dict[tuple[Path, bytes], _Last] = {}
         self._refused_in: set[Path] = set()  # run directories
 
     def find(self, directory: Path, layout_digest: bytes) -> SharedFile | None:
-        """Returns the file of this layout in the last checkpoint beside `directory`, if there is one."""
-        if directory.parent in self._refused_in:
+        """Returns the file of this layout in the last checkpoint there, if it is to be compared."""
+        last = self._files.get((directory.parent, layout_digest))
+        if directory.parent in self._refused_in or last is None:
             return None
-        return self._files.get((directory.parent, layout_digest))
+        if last.changes and last.skipped < 2**last.changes - 2:
+            last.skipped += 1
+            return None
+        return last.file
 
-    def keep(self, file: SharedFile, layout_digest: bytes) -> None:
-        """Notes that a checkpoint with this file was published."""
+    def keep(self, file: SharedFile, layout_digest: bytes, has_changed: bool | None) -> None:
+        """Notes that a checkpoint with this file was published.
+
+        Args:
+            has_changed: since the last one; None if that was not compared.
+        """
         key = (file.path.parent.parent, layout_digest)
-        self._files.pop(key, None)
-        self._files[key] = file
+        last = self._files.pop(key, None)
+        if last is None or has_changed is not None:
+            changes = min(last.changes + 1, _MOST_CHANGES) if last is not None and has_changed else 0
+            last = _Last(file, changes)
+        last.file = file
+        self._files[key] = last
         while len(self._files) > _MOST_FILES:
             del self._files[next(iter(self._files))]
 

@@ -181,6 +181,11 @@ class StableFile:
     def reads(self, storage: int) -> bool:
         return not self.sources_copied() and storage in {getattr(one, "_cdata", None) for one in self._owners}
 
+    @property
+    def has_changed(self) -> bool | None:
+        """Whether the tensors have changed since the earlier file; None if they were not compared."""
+        return None if self._link is None or self.link_error is not None else not self._is_linked
+
     def stream_waited(self) -> float:
         return sum(job.stream_waited() for job in self._jobs)
 
