@@ -123,7 +123,10 @@ def precision_of(arguments: Arguments) -> Precision:
     if arguments.has("no-save-optim"):
         states = 0
     by_parameter = arguments.has("dist-ckpt-optim-fully-reshardable") or not distributed
-    spreads = not arguments.has("no-ckpt-fully-parallel-save")
+    # The other name is that in files; as a flag it has no effect.
+    spreads = not (
+        arguments.has("no-ckpt-fully-parallel-save") or arguments.is_off("ckpt-fully-parallel-save")
+    )
     return Precision(2 if mixed else 4, states * _FLOAT32, distributed, by_parameter, spreads)
 
 
