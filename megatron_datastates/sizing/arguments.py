@@ -121,14 +121,13 @@ def _by_flag(values: dict[str, str | None]) -> dict[str, str | None]:
 
     Those have names of Megatron's TransformerConfig, and a number of query groups is enough there.
     """
-    is_config = "language-model" in values
-    values.pop("language-model", None)
+    if "activation-func" in values:
+        values["swiglu"] = "yes" if values.pop("activation-func") == "swiglu" else "no"
     if "num-moe-experts" in values:
         values.setdefault("num-experts", values.pop("num-moe-experts"))
-    if values.pop("activation-func", None) == "swiglu":
-        values.setdefault("swiglu", None)
-    if is_config and "num-query-groups" in values:
-        values.setdefault("group-query-attention", None)
+    if "language-model" in values:
+        del values["language-model"]
+        values["group-query-attention"] = "yes" if "num-query-groups" in values else "no"
     return values
 
 

@@ -284,6 +284,7 @@ def test_a_file_for_yaml_cfg_has_names_of_the_transformer_config(tmp_path: Path)
     )
     experts = "num_moe_experts: 8\n  kv_channels: null\n  normalization: RMSNorm"
     outside = "vocab_size: 32000\nposition_embedding_type: rope\nuntie_embeddings_and_output_weights: True\n"
+    outside += "group_query_attention: False\nspec: null\n"  # as Megatron's example has it
     (tmp_path / "model.yaml").write_text(f"language_model:\n  {model}\n  {kinds}\n  {experts}\n{outside}")
     found = read_arguments([tmp_path / "model.yaml"], [])
     assert sum(part.stored for part in stages(found, 1, 1)) == parameters(MIXTRAL_8X7B)
@@ -291,7 +292,7 @@ def test_a_file_for_yaml_cfg_has_names_of_the_transformer_config(tmp_path: Path)
 
 
 def test_a_gated_unit_of_another_activation_has_two_projections(tmp_path: Path) -> None:
-    text = "language_model:\n  activation_func: gelu\n  gated_linear_unit: true\n"
+    text = "language_model:\n  activation_func: gelu\n  gated_linear_unit: true\n  swiglu: true\n"
     (tmp_path / "model.yaml").write_text(text)
     found = read_arguments([tmp_path / "model.yaml"], GPT_2)
     more = 12 * 4 * 768 * (768 + 1)
