@@ -182,6 +182,43 @@ def test_without_the_parallel_save_the_first_data_parallel_rank_stores_the_weigh
     assert any("the first data-parallel one stores weights" in text for text in plans[1].assumptions)
 
 
+DISTRIBUTED = "--use-distributed-optimizer"
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+NOT_PARALLEL = "--no-ckpt-fully-parallel-save"
+EFFICIENT = "--distrib-optim-fully-reshardable-mem-efficient"
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "states", "said"),
+    [
+        ([DISTRIBUTED, NOT_PARALLEL], 1, 8, "stores weights (--no"),
+        ([RESHARDABLE, DISTRIBUTED], 8, 8, "evenly"),
+        ([RESHARDABLE, DISTRIBUTED, NOT_PARALLEL], 1, 1, "stores weights and optimizer state (--no"),
+        ([NOT_PARALLEL], 1, 1, "stores weights and optimizer state (--no"),
+        (
+            [RESHARDABLE, DISTRIBUTED, EFFICIENT],
+            8,
+            1,
+            f"evenly; the first one stores optimizer state ({EFFICIENT})",
+        ),
+        ([EFFICIENT], 8, 8, "evenly"),
+        ([EFFICIENT, DISTRIBUTED], 8, 8, "evenly"),
+    ],
+)
+def test_what_is_not_spread_is_stored_by_the_first_data_parallel_rank(
+    words: list[str], weights: int, states: int, said: str
+) -> None:
+    model = [word for word in LLAMA_3_8B if word != DISTRIBUTED]
+    arguments = read_arguments([], [*model, *words])
+    plan = plan_arguments(arguments, Grid(tensor=2, data=8), Storage(1e9, ranks_per_node=4), 1e9)
+    one = 8_030_261_248 // 2
+    assert plan.largest_rank_bytes == pytest.approx(2 * one / weights + 12 * one / states, rel=1e-3)
+    # Of 4 ranks, 2 are of the first data-parallel rank.
+    on_node = 2 * one * (2 if weights == 1 else 4 / 8) + 12 * one * (2 if states == 1 else 4 / 8)
+    assert plan.write_seconds * 1e9 == pytest.approx(on_node, rel=1e-3)
+    assert sum(said in text for text in plan.assumptions) == 1
+
+
 @pytest.mark.parametrize(
     ("pattern", "sparse"), [("([1]*3+[0]*1)*8", 24), ("([0]*1+[1]*31)", 31), ("[0]*2+[1]*30", 30)]
 )
