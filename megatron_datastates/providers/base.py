@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from megatron_datastates.errors import OptionError
+from megatron_datastates.errors import MismatchError, OptionError
 from megatron_datastates.format.tail import Kind
 
 if TYPE_CHECKING:
@@ -77,9 +77,12 @@ class Tensors:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mutability: list[Mutability] = dataclasses.field(default_factory=list)
     places: list[Place | None] = dataclasses.field(default_factory=list)  # None: the whole global tensor
-    stable: list[bool] = dataclasses.field(default_factory=list)  # as in TensorSource
+    stable: list[bool] = dataclasses.field(default_factory=list)  # as in TensorSource; if not given, none is
     # What engine.exchange.describe finds, if it is known and no tensor is a negated or conjugated view.
     described: Any = None
+
+    def __post_init__(self) -> None:
+        self.stable = self.stable or [False] * len(self.keys)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -100,12 +103,26 @@ class Tensors:
         self.stable.append(stable)
         self.described = None
 
+    def check_lengths(self) -> None:
+        """Raises MismatchError if a list is shorter or longer than the keys: a tensor would be left out."""
+        for name in ("tensors", "mutability", "places", "stable"):
+            found = len(getattr(self, name))
+            if found != len(self.keys):
+                raise MismatchError(
+                    f"its Tensors have {len(self.keys)} keys, and {name} for {found}: expected one for each"
+                )
+
     def sources(self) -> Iterator[TensorSource]:
-        """Yields the tensors one by one."""
+        """Yields the tensors one by one. Raises as `check_lengths`."""
+        self.check_lengths()
         return map(TensorSource, self.keys, self.tensors, self.mutability, self.places, self.stable)
 
     def extend(self, others: Tensors, prefix: str = "") -> None:
-        """Adds all tensors of `others`, in their order, with `prefix` before their keys."""
+        """Adds all tensors of `others`, in their order, with `prefix` before their keys.
+
+        Raises as `check_lengths`.
+        """
+        others.check_lengths()
         self.described = None if self.keys else others.described
         self.keys.extend([prefix + key for key in others.keys] if prefix else others.keys)
         self.tensors.extend(others.tensors)

@@ -32,6 +32,8 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
     "softmax-type",
     "decoder-first-pipeline-num-layers",
     "decoder-last-pipeline-num-layers",
+    "num-layers-in-first-pipeline-stage",  # their names in files for --yaml-cfg
+    "num-layers-in-last-pipeline-stage",
     "pipeline-model-parallel-layout",
     "account-for-embedding-in-pipeline-split",
     "account-for-loss-in-pipeline-split",
@@ -40,6 +42,7 @@ _UNKNOWN = {  # change the number of parameters in ways that are not in model.py
 }
 _HARMLESS = {"spec": ("local",), "softmax-type": ("vanilla", "off-by-one")}
 _NOTHING = ("none", "null", "~")  # Python's and YAML's words for a flag that is not given
+_NO_POSITIONS = ("position-embedding-type", "none")  # where it is a choice of Megatron's
 _MOST_DIGITS = 18
 _OFF = ("false", "no", "off", "0")
 BY_PARAMETERS = (
@@ -56,9 +59,13 @@ class Arguments:
 
     def __init__(self, values: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> None:
         self.defaults = dict(defaults or {})
-        self._values = {
-            flag: value for flag, value in values.items() if (value or "").lower() not in _NOTHING
-        }
+        self._values = _by_flag(
+            {
+                flag: value
+                for flag, value in values.items()
+                if (value or "").lower() not in _NOTHING or (flag, value) == _NO_POSITIONS
+            }
+        )
         self._asked: set[str] = set()
 
     def require_formulas(self) -> None:
@@ -109,6 +116,21 @@ class Arguments:
         return unused
 
 
+def _by_flag(values: dict[str, str | None]) -> dict[str, str | None]:
+    """Returns values by the flags of the command line, which files for --yaml-cfg do not have for all.
+
+    Those have names of Megatron's TransformerConfig, and a number of query groups is enough there.
+    """
+    if "activation-func" in values:
+        values["swiglu"] = "yes" if values.pop("activation-func") == "swiglu" else "no"
+    if "num-moe-experts" in values:
+        values.setdefault("num-experts", values.pop("num-moe-experts"))
+    if "language-model" in values:
+        del values["language-model"]
+        values["group-query-attention"] = "yes" if "num-query-groups" in values else "no"
+    return values
+
+
 def flags_in(words: Iterable[str]) -> set[str]:
     """Returns the flags among words, without the leading dashes."""
     return set(_flags(list(words)))
@@ -125,10 +147,19 @@ def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
             reason = f"{path}: {error.strerror}: give a file with arguments of Megatron"
             raise StorageError(reason, code=error.errno or 0, path=str(path)) from None
         try:
-            everything += _resolved(shlex.split(text.replace("\\\n", " "), comments=True), defaults)
+            everything += _resolved(_words(text), defaults)
         except ValueError as error:
             raise OptionError(f"{path} cannot be split into words as a shell does: {error}") from None
     return Arguments(_flags([*everything, *words]), defaults)
+
+
+def _words(text: str) -> list[str]:
+    """Splits a script into words. Raises ValueError if a shell could not, such as for an open quote."""
+    # A line that is a comment does not go on in the next one, and a # within a word begins no comment:
+    # shlex has other rules.
+    text = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    text = re.sub(r"(?<=[^\s;&|(])#", "\0", text)
+    return [word.replace("\0", "#") for word in shlex.split(text, comments=True)]
 
 
 def _resolved(words: list[str], defaults: dict[str, str]) -> list[str]:

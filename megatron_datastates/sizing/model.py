@@ -235,7 +235,8 @@ def _ffn_size(arguments: Arguments) -> int:
 
 def _mlp(arguments: Arguments, ffn: int) -> Parameters:
     hidden = arguments.number("hidden-size")
-    is_gated = arguments.has("swiglu") or arguments.has("quick-geglu")
+    # The last is the name in files for --yaml-cfg.
+    is_gated = any(map(arguments.has, ("swiglu", "quick-geglu", "gated-linear-unit")))
     first = ffn * (2 if is_gated else 1)
     found = Parameters(tensor_parallel=hidden * (first + ffn), tensors=3 if is_gated else 2)
     if _has_biases(arguments):

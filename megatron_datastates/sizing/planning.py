@@ -26,6 +26,8 @@ _RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and head
 _LAYER_OBJECT_BYTES = 5 << 10  # extra state of a layer
 _COMMON_OBJECT_BYTES = 50 << 10  # arguments, scheduler
 _FLOAT32 = 4
+# With it, the distributed optimizer gathers all state of a shard on one rank, which stores it.
+_GATHERS = "distrib-optim-fully-reshardable-mem-efficient"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +59,17 @@ class Precision:
     distributed: bool = True  # by --use-distributed-optimizer
     by_parameter: bool = False  # fully reshardable: without the copies that tensor-parallel ranks have
     spreads_weights: bool = True  # over data-parallel ranks; not by --no-ckpt-fully-parallel-save
+    spreads_states: bool = True  # likewise; buckets always are
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Bytes of a pipeline stage, those of weights also on the rank that has most of them, and tensors."""
+    """Bytes of a pipeline stage, and of the rank that has most of them; and tensors."""
 
     weights: int
     rank_weights: int
     states: int
+    rank_states: int
     tensors: int
 
 
@@ -123,30 +127,36 @@ def precision_of(arguments: Arguments) -> Precision:
     if arguments.has("no-save-optim"):
         states = 0
     by_parameter = arguments.has("dist-ckpt-optim-fully-reshardable") or not distributed
-    spreads = not arguments.has("no-ckpt-fully-parallel-save")
-    return Precision(2 if mixed else 4, states * _FLOAT32, distributed, by_parameter, spreads)
+    # The other name is that in files; as a flag it has no effect.
+    spreads = not (
+        arguments.has("no-ckpt-fully-parallel-save") or arguments.is_off("ckpt-fully-parallel-save")
+    )
+    is_gathered = arguments.has(_GATHERS) and distributed
+    spreads_states = not by_parameter or (spreads and not is_gathered)
+    return Precision(2 if mixed else 4, states * _FLOAT32, distributed, by_parameter, spreads, spreads_states)
 
 
 def sizes_of(parts: list[Parameters], grid: Grid, precision: Precision) -> list[Stage]:
     """Returns the sizes of each pipeline stage."""
-    width = precision.weight_bytes
-    return [
-        Stage(
-            weights=part.stored * width,
-            rank_weights=math.ceil(_rank_parameters(part, grid, precision) * width),
-            states=_states(part, grid, precision) * precision.optimizer_bytes,
-            tensors=part.tensors,
+    width, state_width = precision.weight_bytes, precision.optimizer_bytes
+    found = []
+    for part in parts:
+        # Of the first data-parallel rank, if all that its shard has is stored there.
+        whole = (part.tensor_parallel + part.replicated) / grid.tensor
+        whole += part.experts / (grid.expert * grid.expert_tensor)
+        states = _states(part, grid, precision)
+        rank_weights = part.stored / grid.stage_ranks if precision.spreads_weights else whole
+        rank_states = states / grid.stage_ranks if precision.spreads_states else whole
+        found.append(
+            Stage(
+                weights=part.stored * width,
+                rank_weights=math.ceil(rank_weights * width),
+                states=states * state_width,
+                rank_states=math.ceil(rank_states * state_width),
+                tensors=part.tensors,
+            )
         )
-        for part in parts
-    ]
-
-
-def _rank_parameters(part: Parameters, grid: Grid, precision: Precision) -> float:
-    """Returns how many parameters the rank stores that has most of its stage."""
-    if precision.spreads_weights:
-        return part.stored / grid.stage_ranks
-    others = (part.tensor_parallel + part.replicated) / grid.tensor
-    return others + part.experts / (grid.expert * grid.expert_tensor)
+    return found
 
 
 def _states(part: Parameters, grid: Grid, precision: Precision) -> int:
@@ -202,6 +212,7 @@ def plan_parameters(
         weights=round(each * precision.weight_bytes),
         rank_weights=math.ceil(each * precision.weight_bytes / grid.stage_ranks),
         states=round(each * precision.optimizer_bytes),
+        rank_states=math.ceil(each * precision.optimizer_bytes / grid.stage_ranks),
         tensors=math.ceil(layers / grid.pipeline) * 12,
     )
     return _plan(parameters, [stage] * grid.pipeline, layers, grid, precision, storage, copy_rate, notes)
@@ -228,13 +239,15 @@ def _plan(
     objects = ranks * _RANK_OBJECT_BYTES + layers * _LAYER_OBJECT_BYTES + _COMMON_OBJECT_BYTES
     weights, states = sum(stage.weights for stage in sizes), sum(stage.states for stage in sizes)
     total = weights + states + objects
-    largest = max(sizes, key=lambda stage: stage.rank_weights + stage.states / grid.stage_ranks)
-    rank_others = largest.states / grid.stage_ranks + objects / ranks
-    rank_bytes = math.ceil(largest.rank_weights + rank_others)
+    largest = max(sizes, key=lambda stage: stage.rank_weights + stage.rank_states)
+    rank_bytes = math.ceil(largest.rank_weights + largest.rank_states + objects / ranks)
     nodes = math.ceil(ranks / storage.ranks_per_node)
     on_node = min(storage.ranks_per_node, ranks)
-    node_weights = largest.rank_weights * _ranks_with_weights(on_node, grid, precision)
-    node_bytes = math.ceil(node_weights + rank_others * on_node)
+    node_bytes = math.ceil(
+        largest.rank_weights * _storing(on_node, grid, precision.spreads_weights)
+        + largest.rank_states * _storing(on_node, grid, precision.spreads_states)
+        + objects / ranks * on_node
+    )
     shared = {"rank": rank_bytes, "node": node_bytes, "all": total}[storage.per]
     rank_tensors = _rank_tensors(largest, grid, precision)
     staging = max(math.ceil(rank_bytes / GIB), 1) * GIB
@@ -278,21 +291,26 @@ def _rank_tensors(stage: Stage, grid: Grid, precision: Precision) -> int:
     """Returns the tensors of a rank: parts of the buckets of optimizer state, and all or some weights."""
     replicas = grid.data * grid.context
     weights = stage.tensors / replicas if precision.spreads_weights else stage.tensors
-    return math.ceil(weights + 3 * stage.tensors / replicas)
+    states = stage.tensors / replicas if precision.spreads_states else stage.tensors
+    return math.ceil(weights + 3 * states)
 
 
 def _spread_note(precision: Precision) -> str:
+    first = "ranks of a stage: the first data-parallel one stores"
     if not precision.spreads_weights:
-        return "ranks of a stage: the first data-parallel one stores weights (--no-ckpt-fully-parallel-save)"
-    return (
+        what = "weights" if precision.spreads_states else "weights and optimizer state"
+        return f"{first} {what} (--no-ckpt-fully-parallel-save)"
+    spread = (
         "ranks of a stage: Megatron spreads weights over data-parallel ranks (--ckpt-fully-parallel-save, "
         "its default), evenly"
     )
+    states = "" if precision.spreads_states else f"; the first one stores optimizer state (--{_GATHERS})"
+    return spread + states
 
 
-def _ranks_with_weights(on_node: int, grid: Grid, precision: Precision) -> int:
-    """Returns how many ranks of a node store weights, at most."""
-    if precision.spreads_weights:
+def _storing(on_node: int, grid: Grid, is_spread: bool) -> int:
+    """Returns how many ranks of a node store weights, or optimizer state, at most."""
+    if is_spread:
         return on_node
     of_stage = max(grid.tensor, grid.expert * grid.expert_tensor)
     return min(on_node, of_stage * math.ceil(on_node / grid.stage_ranks))

@@ -54,6 +54,7 @@ def planned(arguments: list[str]) -> Plan:
         ["--position-embedding-type", "learned_absolute", "--use-rotary-position-embeddings"],
         ["--quick-geglu", "--attention-output-gate", *TP2],
         ["--padded-vocab-size", "4096", "--no-ckpt-fully-parallel-save"],
+        [*RESHARDABLE, "--no-ckpt-fully-parallel-save"],
     ],
     ids=" ".join,
 )
@@ -67,7 +68,5 @@ def test_a_plan_is_within_one_percent_of_the_checkpoint(
     files = [path.stat().st_size for path in checkpoints.at(2).glob("data-*")]
     assert plan.checkpoint_bytes == pytest.approx(sum(files), rel=0.01)
     # Megatron spreads weights over data-parallel ranks as whole tensors.
-    is_split = len(files) == 1 or "--dist-ckpt-optim-fully-reshardable" in arguments
-    if not is_split:
-        assert plan.largest_rank_bytes == pytest.approx(max(files), rel=0.03)
+    assert plan.largest_rank_bytes == pytest.approx(max(files), rel=0.03)
     assert plan.files == len(list(checkpoints.at(2).iterdir()))

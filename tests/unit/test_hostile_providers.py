@@ -324,6 +324,30 @@ def test_keys_that_are_no_text_are_named(tmp_path: Path, source: Callable[[Any],
         ds.save({"p": Yields(source("\ud800"))}, tmp_path)
 
 
+def transformed(wrap: str, entry: Any) -> Any:
+    """Returns a provider that yields the entry, as it is or in a transformation."""
+    inner = Yields(entry)
+    return {"": inner, "compressed": Compressed(inner), "cast": Cast(inner, torch.float16)}[wrap]
+
+
+@pytest.mark.parametrize("wrap", ["", "compressed", "cast"])
+@pytest.mark.parametrize("which", range(5))
+def test_tensors_with_a_list_too_short_fail_the_save(tmp_path: Path, wrap: str, which: int) -> None:
+    lists: list[list[Any]] = [["a", "b"], [WEIGHT, WEIGHT], [Mutability.NOW] * 2, [None] * 2, [False] * 2]
+    del lists[which][0]
+    said = r"provider 'p' .* failed in the save: its Tensors have [12] keys, and \w+ for [12]: expected one"
+    with pytest.raises(SaveFailedError, match=said):
+        ds.save({"p": transformed(wrap, Tensors(*lists))}, tmp_path)
+
+
+@pytest.mark.parametrize("wrap", ["", "compressed", "cast"])
+def test_tensors_of_which_none_is_called_stable_are_saved(tmp_path: Path, wrap: str) -> None:
+    keys = ["a", "b"]
+    ds.save({"p": transformed(wrap, Tensors(keys, [WEIGHT] * 2, [Mutability.NOW] * 2, [None] * 2))}, tmp_path)
+    found = ds.load(tmp_path)
+    assert all(torch.equal(found[f"p.{key}"].to(WEIGHT.dtype), WEIGHT) for key in keys)
+
+
 class Refills:
     """Yields one tensor under every key, filled anew for each."""
 

@@ -182,6 +182,43 @@ def test_without_the_parallel_save_the_first_data_parallel_rank_stores_the_weigh
     assert any("the first data-parallel one stores weights" in text for text in plans[1].assumptions)
 
 
+DISTRIBUTED = "--use-distributed-optimizer"
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+NOT_PARALLEL = "--no-ckpt-fully-parallel-save"
+EFFICIENT = "--distrib-optim-fully-reshardable-mem-efficient"
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "states", "said"),
+    [
+        ([DISTRIBUTED, NOT_PARALLEL], 1, 8, "stores weights (--no"),
+        ([RESHARDABLE, DISTRIBUTED], 8, 8, "evenly"),
+        ([RESHARDABLE, DISTRIBUTED, NOT_PARALLEL], 1, 1, "stores weights and optimizer state (--no"),
+        ([NOT_PARALLEL], 1, 1, "stores weights and optimizer state (--no"),
+        (
+            [RESHARDABLE, DISTRIBUTED, EFFICIENT],
+            8,
+            1,
+            f"evenly; the first one stores optimizer state ({EFFICIENT})",
+        ),
+        ([EFFICIENT], 8, 8, "evenly"),
+        ([EFFICIENT, DISTRIBUTED], 8, 8, "evenly"),
+    ],
+)
+def test_what_is_not_spread_is_stored_by_the_first_data_parallel_rank(
+    words: list[str], weights: int, states: int, said: str
+) -> None:
+    model = [word for word in LLAMA_3_8B if word != DISTRIBUTED]
+    arguments = read_arguments([], [*model, *words])
+    plan = plan_arguments(arguments, Grid(tensor=2, data=8), Storage(1e9, ranks_per_node=4), 1e9)
+    one = 8_030_261_248 // 2
+    assert plan.largest_rank_bytes == pytest.approx(2 * one / weights + 12 * one / states, rel=1e-3)
+    # Of 4 ranks, 2 are of the first data-parallel rank.
+    on_node = 2 * one * (2 if weights == 1 else 4 / 8) + 12 * one * (2 if states == 1 else 4 / 8)
+    assert plan.write_seconds * 1e9 == pytest.approx(on_node, rel=1e-3)
+    assert sum(said in text for text in plan.assumptions) == 1
+
+
 @pytest.mark.parametrize(
     ("pattern", "sparse"), [("([1]*3+[0]*1)*8", 24), ("([0]*1+[1]*31)", 31), ("[0]*2+[1]*30", 30)]
 )
@@ -275,6 +312,60 @@ def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
     found = read_arguments([tmp_path / "model.yaml"], [])
     assert [found.number(flag) for flag in ("num-layers", "hidden-size")] == [32, 4096]
     assert found.has("swiglu") and not found.has("bf16")
+
+
+def test_a_file_for_yaml_cfg_has_names_of_the_transformer_config(tmp_path: Path) -> None:
+    model = "num_layers: 32\n  hidden_size: 4096\n  ffn_hidden_size: 14336\n  num_attention_heads: 32"
+    kinds = (
+        "num_query_groups: 8\n  activation_func: swiglu\n  gated_linear_unit: False\n  add_bias_linear: False"
+    )
+    experts = "num_moe_experts: 8\n  kv_channels: null\n  normalization: RMSNorm"
+    outside = "vocab_size: 32000\nposition_embedding_type: rope\nuntie_embeddings_and_output_weights: True\n"
+    outside += "group_query_attention: False\nspec: null\n"  # as Megatron's example has it
+    (tmp_path / "model.yaml").write_text(f"language_model:\n  {model}\n  {kinds}\n  {experts}\n{outside}")
+    found = read_arguments([tmp_path / "model.yaml"], [])
+    assert sum(part.stored for part in stages(found, 1, 1)) == parameters(MIXTRAL_8X7B)
+    assert found.unused() == ["gated-linear-unit"]  # whose value does not matter where swiglu says it
+
+
+def test_a_gated_unit_of_another_activation_has_two_projections(tmp_path: Path) -> None:
+    text = "language_model:\n  activation_func: gelu\n  gated_linear_unit: true\n  swiglu: true\n"
+    (tmp_path / "model.yaml").write_text(text)
+    found = read_arguments([tmp_path / "model.yaml"], GPT_2)
+    more = 12 * 4 * 768 * (768 + 1)
+    assert sum(part.stored for part in stages(found, 1, 1)) == GPT_2_PARAMETERS + more
+
+
+@pytest.mark.parametrize("flag", ["--position-embedding-type none", "position_embedding_type: none"])
+def test_a_model_without_positions_has_no_parameters_for_them(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text(flag)
+    found = read_arguments([tmp_path / "model"], [])
+    words = [word for word in GPT_2 if word not in ("--max-position-embeddings", "1024")]
+    found = read_arguments([tmp_path / "model"], words)
+    assert sum(part.stored for part in stages(found, 1, 1)) == GPT_2_PARAMETERS - 1024 * 768
+
+
+def test_a_deprecated_flag_for_the_parallel_save_is_no_error() -> None:
+    code, out, _ = run("plan", "--", *GPT_2, "--ckpt-fully-parallel-save")
+    assert code == 0 and "Megatron spreads weights over data-parallel ranks" in out
+
+
+def test_a_file_of_arguments_may_say_that_saves_are_not_parallel(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("ckpt_fully_parallel_save: false\n")
+    code, out, _ = run("plan", "--arguments", tmp_path / "run.yaml", "--", *GPT_2)
+    assert code == 0 and "the first data-parallel one stores weights" in out
+
+
+def test_only_a_shells_comments_are_passed_over(tmp_path: Path) -> None:
+    script = (
+        "# python old.py \\\n#  --add-qkv-bias \\\nMORE='--swiglu' # --fp16\nCOUNT=${#MORE}\n"
+        "python pretrain_gpt.py --wandb-exp-name run#7 --bf16 \\\n --qk-layernorm $MORE;# --quick-geglu\n"
+    )
+    (tmp_path / "train.sh").write_text(script)
+    found = read_arguments([tmp_path / "train.sh"], [])
+    assert all(found.has(flag) for flag in ("swiglu", "bf16", "qk-layernorm"))
+    assert not any(found.has(flag) for flag in ("fp16", "quick-geglu", "add-qkv-bias"))
+    assert found.text("wandb-exp-name", "") == "run#7"
 
 
 @pytest.mark.parametrize("word", ["no", "off", "False", "null", "~", "None", "0"])
