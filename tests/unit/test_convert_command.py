@@ -143,6 +143,17 @@ def test_of_a_run_the_tracked_checkpoint_is_converted_into_a_run(tmp_path: Path)
     assert (tmp_path / "made" / TRACKER).read_text() == "10"
 
 
+def test_an_iteration_of_the_legacy_format_counts_as_not_converted(tmp_path: Path) -> None:
+    """It may well be complete: a run that was converted without it would seem to be converted."""
+    save_with_dcp(tmp_path / "run/iter_0000002", {"a": torch.ones(3)})
+    legacy = tmp_path / "run/iter_0000001/mp_rank_00/model_optim_rng.pt"
+    legacy.parent.mkdir(parents=True)
+    legacy.write_bytes(b"pickled")
+    code, out, err = run("convert", tmp_path / "run", tmp_path / "made", "--all")
+    assert code == 1 and "1 converted, 0 skipped, 1 failed" in out
+    assert "iter_0000001: not converted" in err and "legacy format" in err
+
+
 def test_what_is_damaged_does_not_keep_others_from_being_converted(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_with_dcp(tmp_path / "run" / f"iter_{step:07d}", {"a": torch.arange(50000.0)})
