@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,18 @@ def test_an_iteration_of_the_legacy_format_counts_as_not_converted(tmp_path: Pat
     code, out, err = run("convert", tmp_path / "run", tmp_path / "made", "--all")
     assert code == 1 and "1 converted, 0 skipped, 1 failed" in out
     assert "iter_0000001: not converted" in err and "legacy format" in err
+
+
+def test_the_environment_lets_objects_of_any_class_be_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "theirs", {"a": torch.ones(3), "half": Fraction(1, 2)})
+    code, _, err = run("convert", tmp_path / "theirs", tmp_path / "made")
+    assert code == 2 and "Fraction, which is not trusted" in err and not (tmp_path / "made").exists()
+    monkeypatch.setenv("MEGATRON_DATASTATES_TRUST_OBJECTS", "on")
+    assert run("convert", tmp_path / "theirs", tmp_path / "made")[0] == 0
+    before, after = open_source(tmp_path / "theirs"), open_source(tmp_path / "made")
+    assert after.read_object("half") == before.read_object("half")
 
 
 def test_what_is_damaged_does_not_keep_others_from_being_converted(tmp_path: Path) -> None:
