@@ -27,9 +27,9 @@ from megatron_datastates.errors import (
     describe_error,
 )
 from megatron_datastates.files import names_in, path_of, real_path
-from megatron_datastates.format.directory import INTEGRITY_NAME
+from megatron_datastates.format.directory import INTEGRITY_NAME, LEGACY
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, why_no_run
-from megatron_datastates.pipeline.runs.runs import is_complete
+from megatron_datastates.pipeline.runs.runs import format_seen, is_complete
 
 FULLY_RESHARDABLE = "fully-reshardable"
 CONVERTING, VERIFYING = "converting", "verifying"  # the stages of a conversion
@@ -218,7 +218,11 @@ def _why_not(
     source: Source | DataStatesError, directory: Path, target: Path, wanted: Collection[str]
 ) -> dict[str, str] | None:
     if isinstance(source, DataStatesError):
-        is_unfinished = isinstance(source, NotACheckpointError) and not is_complete(directory)
+        is_unfinished = (
+            isinstance(source, NotACheckpointError)
+            and not is_complete(directory)
+            and format_seen(directory) != LEGACY  # nothing says whether that is complete
+        )
         return {"skipped" if is_unfinished else "failed": str(source)}
     if not target.exists():
         return None

@@ -16,6 +16,9 @@ from megatron_datastates.convert.sinks.sink import Progress, stream_fragments
 from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.errors import CorruptDataError
+from megatron_datastates.files import OBJECT_BYTES, read_regular
+from megatron_datastates.format.directory import COMMON_FILE
+from megatron_datastates.providers.members import corrupt_member
 
 
 def verify_conversion(plan: Plan, window_bytes: int, numbers: Sequence[int], workers: Workers) -> None:
@@ -34,6 +37,8 @@ def verify_conversion(plan: Plan, window_bytes: int, numbers: Sequence[int], wor
     for name in plan.source.other_files:
         if not filecmp.cmp(plan.source.other_path(name), plan.work_directory / name, shallow=False):
             raise _difference(f"file {name!r}")
+        if name == COMMON_FILE:
+            _check_object(read_regular(plan.source.other_path(name), OBJECT_BYTES), f"file {name!r}")
 
 
 def _difference(what: str) -> CorruptDataError:
@@ -59,8 +64,10 @@ def _compare(
 ) -> None:
     _compare_fragments(source, written, contents, window_bytes, progress)
     for key in contents.objects:
-        if source.read_object(key) != written.read_object(key):
+        data = source.read_object(key)
+        if data != written.read_object(key):
             raise _difference(f"object {key!r}")
+        _check_object(data, f"object {key!r}")
     for key in contents.streams:
         if _digest(source, key) != _digest(written, key):
             raise _difference(f"stream {key!r}")
@@ -103,6 +110,14 @@ def _check_crc(found: int, expected: int, where: str) -> None:
         raise CorruptDataError(
             f"{where}: the source has CRC-32 {found:08x}, expected {expected:08x}, so it is corrupt and "
             "nothing was published: convert another checkpoint"
+        )
+
+
+def _check_object(data: bytes, what: str) -> None:
+    if name := corrupt_member(data):
+        raise CorruptDataError(
+            f"{what}: the CRC-32 of its {name} differs in the source, so it is corrupt and nothing was "
+            "published: convert another checkpoint"
         )
 
 

@@ -27,9 +27,13 @@ class Member:
     size: int
     crc: int | None  # CRC-32; None: it was switched off (torch.serialization.set_crc32_options)
 
+    def is_intact(self, data: bytes | memoryview) -> bool:
+        """Returns whether `data` has the CRC-32 that the archive has for it, if it has one."""
+        return self.crc is None or zlib.crc32(data) == self.crc
+
     def check(self, data: bytes | memoryview, name: str) -> None:
         """Raises FormatError if `data` does not have the CRC-32 that the archive has for it."""
-        if self.crc is not None and zlib.crc32(data) != self.crc:
+        if not self.is_intact(data):
             raise FormatError(f"the CRC-32 of its {name} differs: it is corrupt")
 
 
@@ -52,6 +56,18 @@ def check_archive(data: bytes) -> None:
     """Raises FormatError if `data` is not an archive of torch.save, or if a CRC-32 in it differs."""
     for name, member in find_members(io.BytesIO(data)).items():
         member.check(memoryview(data)[member.offset : member.offset + member.size], name)
+
+
+def corrupt_member(data: bytes) -> str:
+    """Returns the name of a member whose CRC-32 differs; empty if none does, and for what is no archive."""
+    try:
+        members = find_members(io.BytesIO(data))
+    except FormatError:
+        return ""
+    view = memoryview(data)
+    return next(
+        (name for name, m in members.items() if not m.is_intact(view[m.offset : m.offset + m.size])), ""
+    )
 
 
 def _members(archive: zipfile.ZipFile, stream: BinaryIO) -> dict[str, Member]:

@@ -29,7 +29,7 @@ from megatron_datastates.providers.megatron_classes import (
     MegatronClassError,
     import_megatron,
 )
-from megatron_datastates.providers.members import PICKLE, Member, find_members
+from megatron_datastates.providers.members import PICKLE, Member, corrupt_member, find_members
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
@@ -250,7 +250,14 @@ _accepted = _Accepted([], frozenset())  # replaced as a whole, by any thread
 
 
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
-    """Checks a stored object as `check_saved` does, but always accepts Megatron's classes."""
+    """Checks a stored object as `check_saved` does, but always accepts Megatron's classes.
+
+    Also compares the checksums of its tensors, whatever `trust` says: torch.load compares none.
+    """
+    if name := corrupt_member(data):
+        raise UnsafeObjectError(
+            f"object {key!r} cannot be loaded: the CRC-32 of its {name} differs: it is corrupt"
+        )
     _check(data, key, "cannot be loaded", trust, stand_in=_megatron_class)
 
 

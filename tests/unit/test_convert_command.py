@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,29 @@ def test_of_a_run_the_tracked_checkpoint_is_converted_into_a_run(tmp_path: Path)
     assert sorted(os.listdir(tmp_path / "made")) == ["iter_0000002", TRACKER]
     assert run("convert", tmp_path / "run", tmp_path / "made", "--iteration", "10")[0] == 0
     assert (tmp_path / "made" / TRACKER).read_text() == "10"
+
+
+def test_an_iteration_of_the_legacy_format_counts_as_not_converted(tmp_path: Path) -> None:
+    """It may well be complete: a run that was converted without it would seem to be converted."""
+    save_with_dcp(tmp_path / "run/iter_0000002", {"a": torch.ones(3)})
+    legacy = tmp_path / "run/iter_0000001/mp_rank_00/model_optim_rng.pt"
+    legacy.parent.mkdir(parents=True)
+    legacy.write_bytes(b"pickled")
+    code, out, err = run("convert", tmp_path / "run", tmp_path / "made", "--all")
+    assert code == 1 and "1 converted, 0 skipped, 1 failed" in out
+    assert "iter_0000001: not converted" in err and "legacy format" in err
+
+
+def test_the_environment_lets_objects_of_any_class_be_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "theirs", {"a": torch.ones(3), "half": Fraction(1, 2)})
+    code, _, err = run("convert", tmp_path / "theirs", tmp_path / "made")
+    assert code == 2 and "Fraction, which is not trusted" in err and not (tmp_path / "made").exists()
+    monkeypatch.setenv("MEGATRON_DATASTATES_TRUST_OBJECTS", "on")
+    assert run("convert", tmp_path / "theirs", tmp_path / "made")[0] == 0
+    before, after = open_source(tmp_path / "theirs"), open_source(tmp_path / "made")
+    assert after.read_object("half") == before.read_object("half")
 
 
 def test_what_is_damaged_does_not_keep_others_from_being_converted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron_datastates.convert.hf.arguments import model_arguments
+from megatron_datastates.convert.hf.arguments import Arguments, command_line, model_arguments
 from megatron_datastates.convert.hf.config_json import config_json, read_config
 from megatron_datastates.convert.hf.families import family_of
 from megatron_datastates.errors import DataStatesError, FormatError, UnsupportedFormatError
@@ -137,3 +137,16 @@ def test_a_limited_capacity_of_experts_is_noted(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "ck", stored, state(arguments(MIXTRAL)))
     code, _, err = run("export", checkpoint, tmp_path / "hf", "--hf")
     assert code == 0 and "with --moe-expert-capacity-factor 0.5, Megatron drops tokens" in err
+
+
+def test_arguments_of_gpt2_with_squared_relu_are_accepted_by_megatron() -> None:
+    """It refuses --squared-relu beside a fused gelu, which is its default where layers have biases."""
+    flags = command_line(Arguments(**GPT2, squared_relu=True))
+    assert {"--squared-relu", "--no-bias-gelu-fusion"} <= set(flags)
+    assert "--no-bias-gelu-fusion" not in command_line(Arguments(**GPT2, bias_gelu_fusion=True))
+
+
+def test_a_model_with_experts_is_compared_with_architectures_that_have_some() -> None:
+    a = Arguments(**MIXTRAL, moe_router_pre_softmax=True)
+    with pytest.raises(UnsupportedFormatError, match="mixtral in its arguments: moe_router_pre_softmax is"):
+        family_of(a, {})

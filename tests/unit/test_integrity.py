@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from megatron_datastates.convert.integrity import data_bytes, verify_source
 from megatron_datastates.convert.integrity_file import encode_sums
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.files import sha256_of
-from megatron_datastates.format.directory import COMMON_FILE, INTEGRITY_NAME, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import COMMON_FILE, INTEGRITY_NAME, METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.upkeep.verify import Verdict
 from tests.unit.command import run
 from tests.unit.converting import save_with_dcp
@@ -82,6 +85,29 @@ def test_one_flipped_bit_of_a_tensor_is_found(theirs: Path, element: int) -> Non
     assert verdict_of(theirs, quick=True).good, "no data is read"
     (fault,) = verdict_of(theirs).faults
     assert "'w'" in fault and "CRC-32" in fault and file.name in fault
+
+
+@pytest.mark.parametrize("in_common", [False, True], ids=["object", "common.pt"])
+def test_one_flipped_bit_of_a_tensor_in_an_object_is_found(tmp_path: Path, in_common: bool) -> None:
+    """torch.load compares no checksums: Megatron would go on with another state of a random generator."""
+    theirs, state = tmp_path / "theirs", [{"state": torch.arange(1000)}]
+    whole = DefaultSavePlanner(flatten_state_dict=False)  # else DCP stores the tensor apart
+    dcp.save({"rng_state/shard_0_1": state}, checkpoint_id=theirs, planner=whole)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config |= {"common_backend": "torch", "common_backend_version": 1}
+    (theirs / METADATA_NAME).write_text(json.dumps(config))
+    torch.save({"rng": torch.arange(1000)}, theirs / COMMON_FILE)
+    file = theirs / COMMON_FILE if in_common else data_file(theirs)
+    assert verdict_of(theirs).good
+    flip(file, file.read_bytes().index(torch.arange(1000).numpy().tobytes()) + 100)
+
+    (fault,) = verdict_of(theirs).faults
+    name = COMMON_FILE if in_common else "rng_state/shard_0_1"
+    assert repr(name) in fault and "the CRC-32 of its data/0 differs" in fault
+    for options in (["--to", "torch_dist", "--verify"], ["--verify"], []):
+        code, _, err = run("convert", theirs, tmp_path / "made", *options)
+        assert code == 1 and repr(name) in err and "CRC-32 of its data/0 differs" in err, options
+        assert not (tmp_path / "made").exists()
 
 
 def test_every_fault_is_listed(theirs: Path) -> None:

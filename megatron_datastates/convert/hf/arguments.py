@@ -261,7 +261,7 @@ def command_line(a: Arguments) -> list[str]:
         "norm-epsilon": a.norm_epsilon,
         "swiglu": a.swiglu,
         "squared-relu": a.squared_relu,
-        "no-bias-gelu-fusion": not (a.swiglu or a.squared_relu or a.bias_gelu_fusion),
+        "no-bias-gelu-fusion": not (a.swiglu or a.bias_gelu_fusion),
         "disable-bias-linear": not a.add_bias_linear,
         "add-qkv-bias": a.add_qkv_bias and not a.add_bias_linear,
         "qk-layernorm": a.qk_layernorm,

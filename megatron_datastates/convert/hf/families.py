@@ -277,8 +277,9 @@ FAMILIES = (
 def family_of(a: Arguments, stored: Mapping[str, Any]) -> Family:
     """Returns the family of a model. Raises UnsupportedFormatError with the arguments that differ from it."""
     strange = unusual(stored)
-    nearest = min(FAMILIES, key=lambda family: len(family.differences(a)))
-    differing = strange | nearest.differences(a)
+    found = [(family, family.differences(a)) for family in FAMILIES]
+    nearest, differences = min(found, key=lambda one: (len(one[1]), "num_experts" in one[1]))
+    differing = strange | differences
     if not differing:
         return nearest
     known = ", ".join(family.model_type for family in FAMILIES)
