@@ -257,26 +257,30 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
 
 
 def _serializing(saves: Sequence[Save]) -> Advice | None:
+    # Not serializing_ms: that has the wait until the thread may begin, 100 ms without a poll or a fence.
     regular = usual(saves)
-    serialized, durable = (
-        median(save.serializing_ms for save in regular),
-        median(save.durable_ms for save in regular),
-    )
+    serialized, durable = median(map(_tail_ms, regular)), median(save.durable_ms for save in regular)
     staged = median(save.staging_ms for save in regular)
     if serialized < _LONG_SERIALIZING_MS or serialized < 0.5 * durable or serialized < 2 * staged:
         return None
-    tails = {name or "Megatron": one for name, one in regular[-1].providers.items()}
-    name = max(tails, key=lambda one: tails[one].get("tail_ms", 0), default="Megatron")
-    tail = tails.get(name, {})
+    tails = max(regular, key=_tail_ms).providers
+    name = max(tails, key=lambda one: tails[one].get("tail_ms", 0))
+    tail = tails[name]
     encoding = "; --datastates-compress 0 encodes nothing" if tail.get("encoded_tensors") else ""
     return Advice(
         "slow",
         "Serialized objects take most of a save",
-        f"They are ready after {milliseconds(serialized)} of {milliseconds(durable)}, tensors after "
-        f"{milliseconds(staged)}. Most are of {name}: {tail.get('objects', 0):,.0f} objects, "
+        f"Serializing them takes {milliseconds(serialized)} of {milliseconds(durable)} until the file is "
+        f"durable; tensors are copied after {milliseconds(staged)}. Most are of "
+        f"{name or 'the model and the optimizer'}: {tail.get('objects', 0):,.0f} objects, "
         f"{tail.get('encoded_tensors', 0):,.0f} encoded tensors, {tail.get('streams', 0):,.0f} streams, "
         f"{size(tail.get('tail_bytes', 0))}. Store large data as tensors{encoding}.",
     )
+
+
+def _tail_ms(save: Save) -> float:
+    """Returns the time that serializing, encoding and appending took, for all providers together."""
+    return sum(one.get("tail_ms", 0.0) for one in save.providers.values())
 
 
 def _page_lock(saves: Sequence[Save]) -> Advice | None:
@@ -310,8 +314,9 @@ def _not_prepared(saves: Sequence[Save]) -> Advice | None:
 
 
 def _cost(saves: Sequence[Save]) -> Advice | None:
+    saves = [save for save in saves if save.mode != "dcp"]  # of those, what held the trainer is not measured
     regular = usual(saves)
-    if not regular or regular[-1].mode == "dcp":  # of which nothing is measured
+    if not regular:
         return None
     held = median(save.held_ms for save in regular)
     parts = collections.Counter[str]()

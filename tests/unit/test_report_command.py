@@ -11,6 +11,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,9 +277,9 @@ def test_a_rank_that_is_far_slower_is_named(advised: Callable[..., dict[str, Adv
             "--datastates-lazy is off",
         ),
         (
-            {"serializing_ms": 5e3, "durable_ms": 6e3},
+            {"providers": {"": SAVES[0]["providers"][""] | {"tail_ms": 5e3}}, "durable_ms": 6e3},
             "Serialized objects take most of a save",
-            "after 5.0 s of 6.0 s",
+            "takes 5.0 s of 6.0 s",
         ),
         (
             {"staging_trouble": "the driver refused"},
@@ -335,9 +336,36 @@ def test_synchronous_saves_are_not_compared_with_the_interval_that_they_are_part
 def test_no_encoding_is_advised_only_where_something_is_encoded(
     encoded: int, written: Callable[..., Path]
 ) -> None:
-    shares = {"": SAVES[0]["providers"][""] | {"encoded_tensors": encoded}}
-    path = written(changed(serializing_ms=5e3, durable_ms=6e3, providers=shares))
+    shares = {"": SAVES[0]["providers"][""] | {"encoded_tensors": encoded, "tail_ms": 5e3}}
+    path = written(changed(durable_ms=6e3, providers=shares))
     assert ("--datastates-compress 0" in advice_on(path, "Serialized objects")) == bool(encoded)
+
+
+def test_the_wait_until_objects_may_be_serialized_is_not_the_objects(tmp_path: Path) -> None:
+    """A loop that polls late: the thread that serializes begins 0.1 s after the call that saves."""
+    path = tmp_path / "reports.jsonl"
+    for n in range(2):
+        state = {"w": torch.ones(4), "n": [n]}
+        handle = ds.async_save(state, tmp_path / str(n), report_file=str(path), **SMALL)
+        time.sleep(0.2)
+        handle.wait()
+    assert all(save.serializing_ms > 100.0 for save in read_reports([path]).saves)
+    assert advice_on(path, "Serialized objects") == ""
+
+
+def test_objects_that_take_long_are_named_whatever_the_last_save_has(written: Callable[..., Path]) -> None:
+    shares = {"": SAVES[0]["providers"][""] | {"objects": 70_000, "tail_ms": 5e3}}
+    saves = many(6, providers=shares, durable_ms=6e3)
+    saves[-1]["providers"] = {}
+    text = advice_on(written(saves), "Serialized objects")
+    assert "of the model and the optimizer: 70,000 objects" in text
+
+
+def test_saves_of_dcp_do_not_count_as_saves_that_held_nobody(written: Callable[..., Path]) -> None:
+    dcps = {"mode": "dcp", "held_ms": 0.0, "held_parts_ms": {}, "held_spans_ms": []}
+    saves = [one | dcps if n % 3 else one for n, one in enumerate(many(9, held_ms=80.0))]
+    text = advice_on(written(saves), "What a save costs")
+    assert text.startswith("80 ms (median of 2 saves, without the first ones of a run")
 
 
 def test_the_legend_explains_all_columns_of_times_and_where_the_others_are(tmp_path: Path) -> None:
