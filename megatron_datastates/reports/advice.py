@@ -319,10 +319,9 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     if not regular:
         return None
     held = median(save.held_ms for save in regular)
-    parts = collections.Counter[str]()
-    for save in regular:
-        parts.update(held_shares(save))
-    name, total = parts.most_common(1)[0] if parts else ("nothing", 0.0)
+    shares = [held_shares(save) for save in regular]
+    parts = {part: median(share.get(part, 0.0) for share in shares) for share in shares for part in share}
+    name = max(parts, key=lambda part: parts[part])
     meaning = {
         "save_checkpoint": "Megatron's own work in save_checkpoint",
         "save": "waiting in ds.save until the checkpoint is published",
@@ -337,7 +336,7 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     left_out = first if any(not save.failed and save.save_id not in counted for save in saves) else ""
     several = f"median of {len(regular)} saves" if len(regular) > 1 else "one save"
     text = f"{milliseconds(held)} ({several}{left_out}); the largest part is "
-    text += f"{meaning.get(name, name)}: {milliseconds(total / len(regular))}."
+    text += f"{meaning.get(name, name)}: {milliseconds(parts[name])}."
     spans = zip(saves, intervals(saves), strict=True)
     known = [(save, between) for save, between in spans if save.save_id in counted]
     followed = [(save.held_ms, 1000 * between) for save, between in known if between]

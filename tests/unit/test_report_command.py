@@ -21,7 +21,13 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.errors import CHANGED_TOO_EARLY, StorageError, UnsupportedFormatError, plot_text
+from megatron_datastates.errors import (
+    CHANGED_TOO_EARLY,
+    MismatchError,
+    StorageError,
+    UnsupportedFormatError,
+    plot_text,
+)
 from megatron_datastates.reports.advice import Advice, advise
 from megatron_datastates.reports.picture import _joined, draw
 from megatron_datastates.reports.reading import Save, read_reports
@@ -217,6 +223,15 @@ def test_a_run_without_trouble_gets_a_note_on_its_cost_only(
     assert "(median of 4 saves, without the first ones of a run" in text and "of the time" in text
 
 
+def test_one_save_that_was_held_for_long_does_not_make_a_part_larger_than_the_whole(
+    written: Callable[..., Path],
+) -> None:
+    saves = many(6, held_ms=10.0, held_parts_ms={"start": 6.0, "polls": 4.0})
+    saves[-1] |= {"held_ms": 5e3, "held_parts_ms": {"start": 6.0, "polls": 4994.0}}
+    text = advice_on(written(saves), "What a save costs")
+    assert "10 ms (median of 5 saves" in text and "the largest part is start: 6.0 ms." in text
+
+
 def test_failed_saves_come_first(advised: Callable[..., dict[str, Advice]]) -> None:
     found = advised(state="failed", error=f"rank 3: 'w' {CHANGED_TOO_EARLY} torn\nmore", published_ms=None)
     first = next(iter(found.values()))
@@ -384,6 +399,19 @@ def test_only_the_last_loads_are_printed(written: Callable[..., Path]) -> None:
     assert "the last 5 of 8 loads:" in printed
     assert [number in printed for number in ("iteration 102", "iteration 103")] == [False, True]
     assert "(one save); the largest part" in printed
+
+
+def test_a_load_that_failed_is_printed_with_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "reports.jsonl"
+    ds.save({"w": torch.ones(4)}, tmp_path / "a", report_file=str(path), **SMALL)
+    ds.load(tmp_path / "a", report_file=str(path))
+    with pytest.raises(MismatchError):
+        ds.load(tmp_path / "a", into={"w": torch.ones(5)}, report_file=str(path))
+    printed = run("report", path)[1]
+    assert re.search(r"^loaded a checkpoint in [\d.]+ ms$", printed, re.MULTILINE)
+    assert re.search(
+        r"^loading a checkpoint failed after [\d.]+ ms: MismatchError: .*'w'", printed, re.MULTILINE
+    )
 
 
 def test_saves_that_prepared_everything_anew_are_counted(written: Callable[..., Path]) -> None:
