@@ -660,6 +660,7 @@ def test_without_matplotlib_there_are_the_table_and_the_advice(
 def test_only_the_last_saves_are_looked_at_if_asked() -> None:
     out = run("report", RUN, "--last", "2")[1]
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["50", "60"]
+    assert "(median of 2 saves); the largest part" in " ".join(out.split())  # neither is the first of its run
     assert run("report", RUN, "--last", "0")[0] == 2
 
 
