@@ -75,7 +75,7 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "failure",
         f"{len(failed)} of {len(saves)} saves failed",
-        f"The last one, at iteration {last.name}: {reason}. {hint}",
+        f"The last one, at {last.title}: {reason}. {hint}",
     )
 
 
@@ -88,7 +88,7 @@ def _missing_copies(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "note",
         f"{len(missing)} of {len(found)} saves have no copies on other nodes, or not all",
-        f"The last one, at iteration {last.name}: {error}. A node that is lost takes along what "
+        f"The last one, at {last.title}: {error}. A node that is lost takes along what "
         "it has not copied to --save.",
     )
 
@@ -200,7 +200,7 @@ def _memory_waits(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "note",
         "Copies waited for staging memory to be allocated",
-        f"{milliseconds(worst.memory_wait_ms)} at iteration {worst.name}. With a fixed size, such as "
+        f"{milliseconds(worst.memory_wait_ms)} at {worst.title}. With a fixed size, such as "
         f"--datastates-staging-memory {max(1, math.ceil(shard / GIB))}GiB, it is allocated when the program "
         "starts.",
     )
@@ -307,7 +307,7 @@ def _not_prepared(saves: Sequence[Save]) -> Advice | None:
         return None
     cost = f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}"
     cost += f", the others for {milliseconds(median(reused))}. " if reused else ". "
-    why = f"The last one was at iteration {anew[-1].name}"
+    why = f"The last one was at {anew[-1].title}"
     why += f"; the last known reason: {reasons[-1]}." if reasons else ", for a reason that no report has."
     title = f"{len(anew)} of {len(regular)} saves could not reuse what the last one had prepared"
     return Advice("note", title, cost + why)

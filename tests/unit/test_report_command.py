@@ -543,6 +543,17 @@ def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(
     assert "What held the trainer" not in titles and "The last saves, one by one" in titles[1]
 
 
+def test_saves_without_an_iteration_have_short_labels(written: Callable[..., Path]) -> None:
+    """As all saves of DCP: labels with their ids lay over each other."""
+    saves = many(12, state="failed", error="why", published_ms=None)
+    for number, save in enumerate(saves, 1):
+        save |= {"iteration": None, "save_id": f"63f181e23b1426f9-{number}"}
+    figure = draw(read_reports([written(saves)]).saves, "a run")
+    assert [label.get_text() for label in figure.axes[2].get_xticklabels()] == [f"#{n}" for n in range(1, 13)]
+    text = advice_on(written(saves), "12 of 12 saves failed")
+    assert text.startswith("The last one, at save 63f181e23b1426f9-12: why.")
+
+
 @pytest.mark.parametrize("name", ["a$x_$b", "a$\\frac{$", "a\x01b", "a\udcff"], ids=ascii)
 def test_names_that_are_no_formulas_and_no_xml_are_drawn(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.jsonl"
