@@ -94,12 +94,10 @@ def _missing_copies(saves: Sequence[Save]) -> Advice | None:
 
 
 def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
-    if saves[-1].mode == "sync":  # the interval contains the save itself
-        return None
     known = [
         (save.disk_ms / 1000, seconds)
         for save, seconds in zip(saves, intervals(saves), strict=True)
-        if seconds is not None and not save.failed
+        if seconds is not None and not save.failed and save.mode != "sync"  # whose interval contains it
     ]
     needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
     # A save waits for an optimizer's step and for polls, too: the next one may begin beside it, whatever the
@@ -242,7 +240,7 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
             "Only parameters, and memory of optimizers that have stepped, can be copied later; buffers, "
             "dequantized weights and fully reshardable optimizer state cannot."
         )
-    elif last.mode == "sync":
+    elif _are_synchronous(regular):
         why = "The saves are synchronous: add --async-save."
     else:
         why = (
@@ -254,6 +252,11 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
         "Many bytes are copied before the save returns",
         f"{size(eager)} of {size(eager + lazy)} on this rank, most of it of {whose}. {why}",
     )
+
+
+def _are_synchronous(saves: Sequence[Save]) -> bool:
+    """Returns whether all are: a program that saves asynchronously may end with one that is not."""
+    return all(save.mode == "sync" for save in saves)
 
 
 def _serializing(saves: Sequence[Save]) -> Advice | None:
@@ -343,7 +346,7 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     if followed:
         share = sum(held for held, _ in followed) / sum(between for _, between in followed)
         text += f" From one save to the next, that is {share:.1%} of the time."
-    if regular[-1].mode == "sync":
+    if _are_synchronous(regular):
         text += " The saves are synchronous: with --async-save (ds.async_save), training goes on meanwhile."
     return Advice("note", "What a save costs the trainer", text)
 

@@ -347,6 +347,16 @@ def test_synchronous_saves_are_not_compared_with_the_interval_that_they_are_part
     assert "--async-save" in advice_on(path, "What a save costs")
 
 
+def test_a_synchronous_save_at_the_end_does_not_make_a_run_one_of_synchronous_saves(
+    written: Callable[..., Path],
+) -> None:
+    saves = many(6, durable_ms=950.0, confirmed_ms=100.0, ranks_ms={}, eager_bytes=900 * MIB, lazy_bytes=0)
+    saves[-1]["mode"] = "sync"
+    path = written(saves)
+    assert "Writing and syncing one takes" in advice_on(path, "The disk needs")
+    assert "--async-save" not in advice_on(path, "")
+
+
 @pytest.mark.parametrize("encoded", [0, 3])
 def test_no_encoding_is_advised_only_where_something_is_encoded(
     encoded: int, written: Callable[..., Path]
