@@ -93,6 +93,7 @@ def report(
 
 
 def _print(found: Reports, advice: list[Advice]) -> None:
+    from megatron_datastates.reports.advice import milliseconds
     from megatron_datastates.reports.table import COLUMNS, LEGEND, SHORT, row
 
     shown = found.saves[-_MOST_ROWS:]
@@ -107,7 +108,13 @@ def _print(found: Reports, advice: list[Advice]) -> None:
     if len(found.loads) > _MOST_LOADS:
         say(f"the last {_MOST_LOADS} of {len(found.loads)} loads:")
     for load in found.loads[-_MOST_LOADS:]:
-        say(f"{load.state} iteration {load.iteration} in {load.total_ms / 1000:.1f} s")
+        what = "a checkpoint" if load.iteration is None else f"iteration {load.iteration}"
+        took = milliseconds(load.total_ms)
+        if load.state == "loaded":
+            say(f"loaded {what} in {took}")
+        else:
+            reason = (load.error or "without a reason").strip().split("\n")[0]
+            say(f"loading {what} failed after {took}: {reason}")
     for one in advice:
         say()
         say(f"{_MARKS[one.level]}: {one.title}")

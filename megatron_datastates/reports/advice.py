@@ -75,7 +75,7 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "failure",
         f"{len(failed)} of {len(saves)} saves failed",
-        f"The last one, at iteration {last.name}: {reason}. {hint}",
+        f"The last one, at {last.title}: {reason}. {hint}",
     )
 
 
@@ -88,18 +88,16 @@ def _missing_copies(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "note",
         f"{len(missing)} of {len(found)} saves have no copies on other nodes, or not all",
-        f"The last one, at iteration {last.name}: {error}. A node that is lost takes along what "
+        f"The last one, at {last.title}: {error}. A node that is lost takes along what "
         "it has not copied to --save.",
     )
 
 
 def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
-    if saves[-1].mode == "sync":  # the interval contains the save itself
-        return None
     known = [
         (save.disk_ms / 1000, seconds)
         for save, seconds in zip(saves, intervals(saves), strict=True)
-        if seconds is not None and not save.failed
+        if seconds is not None and not save.failed and save.mode != "sync"  # whose interval contains it
     ]
     needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
     # A save waits for an optimizer's step and for polls, too: the next one may begin beside it, whatever the
@@ -200,7 +198,7 @@ def _memory_waits(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "note",
         "Copies waited for staging memory to be allocated",
-        f"{milliseconds(worst.memory_wait_ms)} at iteration {worst.name}. With a fixed size, such as "
+        f"{milliseconds(worst.memory_wait_ms)} at {worst.title}. With a fixed size, such as "
         f"--datastates-staging-memory {max(1, math.ceil(shard / GIB))}GiB, it is allocated when the program "
         "starts.",
     )
@@ -242,7 +240,7 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
             "Only parameters, and memory of optimizers that have stepped, can be copied later; buffers, "
             "dequantized weights and fully reshardable optimizer state cannot."
         )
-    elif last.mode == "sync":
+    elif _are_synchronous(regular):
         why = "The saves are synchronous: add --async-save."
     else:
         why = (
@@ -256,27 +254,36 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
     )
 
 
+def _are_synchronous(saves: Sequence[Save]) -> bool:
+    """Returns whether all are: a program that saves asynchronously may end with one that is not."""
+    return all(save.mode == "sync" for save in saves)
+
+
 def _serializing(saves: Sequence[Save]) -> Advice | None:
+    # Not serializing_ms: that has the wait until the thread may begin, 100 ms without a poll or a fence.
     regular = usual(saves)
-    serialized, durable = (
-        median(save.serializing_ms for save in regular),
-        median(save.durable_ms for save in regular),
-    )
+    serialized, durable = median(map(_tail_ms, regular)), median(save.durable_ms for save in regular)
     staged = median(save.staging_ms for save in regular)
     if serialized < _LONG_SERIALIZING_MS or serialized < 0.5 * durable or serialized < 2 * staged:
         return None
-    tails = {name or "Megatron": one for name, one in regular[-1].providers.items()}
-    name = max(tails, key=lambda one: tails[one].get("tail_ms", 0), default="Megatron")
-    tail = tails.get(name, {})
+    tails = max(regular, key=_tail_ms).providers
+    name = max(tails, key=lambda one: tails[one].get("tail_ms", 0))
+    tail = tails[name]
     encoding = "; --datastates-compress 0 encodes nothing" if tail.get("encoded_tensors") else ""
     return Advice(
         "slow",
         "Serialized objects take most of a save",
-        f"They are ready after {milliseconds(serialized)} of {milliseconds(durable)}, tensors after "
-        f"{milliseconds(staged)}. Most are of {name}: {tail.get('objects', 0):,.0f} objects, "
+        f"Serializing them takes {milliseconds(serialized)} of {milliseconds(durable)} until the file is "
+        f"durable; tensors are copied after {milliseconds(staged)}. Most are of "
+        f"{name or 'the model and the optimizer'}: {tail.get('objects', 0):,.0f} objects, "
         f"{tail.get('encoded_tensors', 0):,.0f} encoded tensors, {tail.get('streams', 0):,.0f} streams, "
         f"{size(tail.get('tail_bytes', 0))}. Store large data as tensors{encoding}.",
     )
+
+
+def _tail_ms(save: Save) -> float:
+    """Returns the time that serializing, encoding and appending took, for all providers together."""
+    return sum(one.get("tail_ms", 0.0) for one in save.providers.values())
 
 
 def _page_lock(saves: Sequence[Save]) -> Advice | None:
@@ -303,21 +310,21 @@ def _not_prepared(saves: Sequence[Save]) -> Advice | None:
         return None
     cost = f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}"
     cost += f", the others for {milliseconds(median(reused))}. " if reused else ". "
-    why = f"The last one was at iteration {anew[-1].name}"
+    why = f"The last one was at {anew[-1].title}"
     why += f"; the last known reason: {reasons[-1]}." if reasons else ", for a reason that no report has."
     title = f"{len(anew)} of {len(regular)} saves could not reuse what the last one had prepared"
     return Advice("note", title, cost + why)
 
 
 def _cost(saves: Sequence[Save]) -> Advice | None:
+    saves = [save for save in saves if save.mode != "dcp"]  # of those, what held the trainer is not measured
     regular = usual(saves)
-    if not regular or regular[-1].mode == "dcp":  # of which nothing is measured
+    if not regular:
         return None
     held = median(save.held_ms for save in regular)
-    parts = collections.Counter[str]()
-    for save in regular:
-        parts.update(held_shares(save))
-    name, total = parts.most_common(1)[0] if parts else ("nothing", 0.0)
+    shares = [held_shares(save) for save in regular]
+    parts = {part: median(share.get(part, 0.0) for share in shares) for share in shares for part in share}
+    name = max(parts, key=lambda part: parts[part])
     meaning = {
         "save_checkpoint": "Megatron's own work in save_checkpoint",
         "save": "waiting in ds.save until the checkpoint is published",
@@ -332,14 +339,14 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     left_out = first if any(not save.failed and save.save_id not in counted for save in saves) else ""
     several = f"median of {len(regular)} saves" if len(regular) > 1 else "one save"
     text = f"{milliseconds(held)} ({several}{left_out}); the largest part is "
-    text += f"{meaning.get(name, name)}: {milliseconds(total / len(regular))}."
+    text += f"{meaning.get(name, name)}: {milliseconds(parts[name])}."
     spans = zip(saves, intervals(saves), strict=True)
     known = [(save, between) for save, between in spans if save.save_id in counted]
     followed = [(save.held_ms, 1000 * between) for save, between in known if between]
     if followed:
         share = sum(held for held, _ in followed) / sum(between for _, between in followed)
         text += f" From one save to the next, that is {share:.1%} of the time."
-    if regular[-1].mode == "sync":
+    if _are_synchronous(regular):
         text += " The saves are synchronous: with --async-save (ds.async_save), training goes on meanwhile."
     return Advice("note", "What a save costs the trainer", text)
 

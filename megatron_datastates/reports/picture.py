@@ -105,7 +105,7 @@ def describe(save: Save) -> str:
     published = "never" if save.published_ms is None else milliseconds(save.published_ms)
     held = f"held {milliseconds(save.held_ms)}, {milliseconds(save.fence_ms)} of it at the fence"
     lines = [
-        f"iteration {save.name}: {save.state}",
+        f"{save.title}: {save.state}",
         *([] if save.mode == "dcp" else [held]),
         f"copied after {milliseconds(save.staging_ms)}, serialized after {milliseconds(save.serializing_ms)}",
         f"written after {milliseconds(save.writing_ms)}, durable after {milliseconds(save.durable_ms)}",
@@ -190,7 +190,7 @@ def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
     axes.set_title("Every save against the clock; above: its iteration", loc="left", pad=18)
     above = axes.secondary_xaxis("top")
     chosen = _spaced(begins, end)
-    above.set_xticks([begins[i] for i in chosen], [plot_text(saves[i].name) for i in chosen])
+    above.set_xticks([begins[i] for i in chosen], [plot_text(saves[i].label) for i in chosen])
     above.tick_params(labelsize=7, length=2)
     edges = [*begins, end]
     for i, after in _hovered(len(saves)):
@@ -251,7 +251,7 @@ def _draw_details(axes: Any, saves: Sequence[Save]) -> None:
         title += f"; between two dotted lines: {'an iteration' if every == 1 else lines}"
         title += f" ({milliseconds(step * every * 1000)}, estimated from the interval between saves)"
     axes.set_title(title, loc="left")
-    names = [plot_text(f"iteration {save.name}") + " ✗" * save.failed for save in last]
+    names = [plot_text(save.title) + " ✗" * save.failed for save in last]
     axes.set_yticks(range(len(last)), names)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the save began", fontsize=8)
@@ -358,7 +358,7 @@ def _draw_slowest(axes: Any, saves: Sequence[Save]) -> None:
 
 def _label_saves(axes: Any, saves: Sequence[Save], panel: str) -> None:
     chosen = _spaced(range(len(saves)), len(saves))
-    axes.set_xticks(chosen, [plot_text(saves[i].name) for i in chosen])
+    axes.set_xticks(chosen, [plot_text(saves[i].label) for i in chosen])
     axes.set_xlim(-0.6, len(saves) - 0.4)
     _mark_runs(axes, saves, [i - 0.5 for i in range(len(saves))])
     for i, after in _hovered(len(saves)):

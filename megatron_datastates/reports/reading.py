@@ -108,6 +108,16 @@ class Save:
         return self.save_id if self.iteration is None else str(self.iteration)
 
     @property
+    def title(self) -> str:
+        """Returns its name with what that is, as in `iteration 50`."""
+        return f"{'save' if self.iteration is None else 'iteration'} {self.name}"
+
+    @property
+    def label(self) -> str:
+        """Returns its name for an axis, where no save id has room: the count of the save in its place."""
+        return f"#{self.ordinal}" if self.iteration is None else self.name
+
+    @property
     def copies_ms(self) -> tuple[float, float] | None:
         """Returns when copies on other nodes were begun and made, if there are any."""
         if self.copies is None:

@@ -19,7 +19,7 @@ def usual(saves: Sequence[Save]) -> list[Save]:
     published = [save for save in saves if not save.failed]
     later = []
     for save in published:
-        if save.run in runs:
+        if save.run in runs or save.ordinal > 1:  # also of the last few saves of a run
             later.append(save)
         runs.add(save.run)
     return later or published

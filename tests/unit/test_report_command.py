@@ -11,6 +11,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.errors import CHANGED_TOO_EARLY, StorageError, UnsupportedFormatError, plot_text
+from megatron_datastates.errors import (
+    CHANGED_TOO_EARLY,
+    MismatchError,
+    StorageError,
+    UnsupportedFormatError,
+    plot_text,
+)
 from megatron_datastates.reports.advice import Advice, advise
 from megatron_datastates.reports.picture import _joined, draw
 from megatron_datastates.reports.reading import Save, read_reports
@@ -216,6 +223,15 @@ def test_a_run_without_trouble_gets_a_note_on_its_cost_only(
     assert "(median of 4 saves, without the first ones of a run" in text and "of the time" in text
 
 
+def test_one_save_that_was_held_for_long_does_not_make_a_part_larger_than_the_whole(
+    written: Callable[..., Path],
+) -> None:
+    saves = many(6, held_ms=10.0, held_parts_ms={"start": 6.0, "polls": 4.0})
+    saves[-1] |= {"held_ms": 5e3, "held_parts_ms": {"start": 6.0, "polls": 4994.0}}
+    text = advice_on(written(saves), "What a save costs")
+    assert "10 ms (median of 5 saves" in text and "the largest part is start: 6.0 ms." in text
+
+
 def test_failed_saves_come_first(advised: Callable[..., dict[str, Advice]]) -> None:
     found = advised(state="failed", error=f"rank 3: 'w' {CHANGED_TOO_EARLY} torn\nmore", published_ms=None)
     first = next(iter(found.values()))
@@ -276,9 +292,9 @@ def test_a_rank_that_is_far_slower_is_named(advised: Callable[..., dict[str, Adv
             "--datastates-lazy is off",
         ),
         (
-            {"serializing_ms": 5e3, "durable_ms": 6e3},
+            {"providers": {"": SAVES[0]["providers"][""] | {"tail_ms": 5e3}}, "durable_ms": 6e3},
             "Serialized objects take most of a save",
-            "after 5.0 s of 6.0 s",
+            "takes 5.0 s of 6.0 s",
         ),
         (
             {"staging_trouble": "the driver refused"},
@@ -331,13 +347,50 @@ def test_synchronous_saves_are_not_compared_with_the_interval_that_they_are_part
     assert "--async-save" in advice_on(path, "What a save costs")
 
 
+def test_a_synchronous_save_at_the_end_does_not_make_a_run_one_of_synchronous_saves(
+    written: Callable[..., Path],
+) -> None:
+    saves = many(6, durable_ms=950.0, confirmed_ms=100.0, ranks_ms={}, eager_bytes=900 * MIB, lazy_bytes=0)
+    saves[-1]["mode"] = "sync"
+    path = written(saves)
+    assert "Writing and syncing one takes" in advice_on(path, "The disk needs")
+    assert "--async-save" not in advice_on(path, "")
+
+
 @pytest.mark.parametrize("encoded", [0, 3])
 def test_no_encoding_is_advised_only_where_something_is_encoded(
     encoded: int, written: Callable[..., Path]
 ) -> None:
-    shares = {"": SAVES[0]["providers"][""] | {"encoded_tensors": encoded}}
-    path = written(changed(serializing_ms=5e3, durable_ms=6e3, providers=shares))
+    shares = {"": SAVES[0]["providers"][""] | {"encoded_tensors": encoded, "tail_ms": 5e3}}
+    path = written(changed(durable_ms=6e3, providers=shares))
     assert ("--datastates-compress 0" in advice_on(path, "Serialized objects")) == bool(encoded)
+
+
+def test_the_wait_until_objects_may_be_serialized_is_not_the_objects(tmp_path: Path) -> None:
+    """A loop that polls late: the thread that serializes begins 0.1 s after the call that saves."""
+    path = tmp_path / "reports.jsonl"
+    for n in range(2):
+        state = {"w": torch.ones(4), "n": [n]}
+        handle = ds.async_save(state, tmp_path / str(n), report_file=str(path), **SMALL)
+        time.sleep(0.2)
+        handle.wait()
+    assert all(save.serializing_ms > 100.0 for save in read_reports([path]).saves)
+    assert advice_on(path, "Serialized objects") == ""
+
+
+def test_objects_that_take_long_are_named_whatever_the_last_save_has(written: Callable[..., Path]) -> None:
+    shares = {"": SAVES[0]["providers"][""] | {"objects": 70_000, "tail_ms": 5e3}}
+    saves = many(6, providers=shares, durable_ms=6e3)
+    saves[-1]["providers"] = {}
+    text = advice_on(written(saves), "Serialized objects")
+    assert "of the model and the optimizer: 70,000 objects" in text
+
+
+def test_saves_of_dcp_do_not_count_as_saves_that_held_nobody(written: Callable[..., Path]) -> None:
+    dcps = {"mode": "dcp", "held_ms": 0.0, "held_parts_ms": {}, "held_spans_ms": []}
+    saves = [one | dcps if n % 3 else one for n, one in enumerate(many(9, held_ms=80.0))]
+    text = advice_on(written(saves), "What a save costs")
+    assert text.startswith("80 ms (median of 2 saves, without the first ones of a run")
 
 
 def test_the_legend_explains_all_columns_of_times_and_where_the_others_are(tmp_path: Path) -> None:
@@ -356,6 +409,19 @@ def test_only_the_last_loads_are_printed(written: Callable[..., Path]) -> None:
     assert "the last 5 of 8 loads:" in printed
     assert [number in printed for number in ("iteration 102", "iteration 103")] == [False, True]
     assert "(one save); the largest part" in printed
+
+
+def test_a_load_that_failed_is_printed_with_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "reports.jsonl"
+    ds.save({"w": torch.ones(4)}, tmp_path / "a", report_file=str(path), **SMALL)
+    ds.load(tmp_path / "a", report_file=str(path))
+    with pytest.raises(MismatchError):
+        ds.load(tmp_path / "a", into={"w": torch.ones(5)}, report_file=str(path))
+    printed = run("report", path)[1]
+    assert re.search(r"^loaded a checkpoint in [\d.]+ ms$", printed, re.MULTILINE)
+    assert re.search(
+        r"^loading a checkpoint failed after [\d.]+ ms: MismatchError: .*'w'", printed, re.MULTILINE
+    )
 
 
 def test_saves_that_prepared_everything_anew_are_counted(written: Callable[..., Path]) -> None:
@@ -487,6 +553,17 @@ def test_saves_of_dcp_are_drawn_without_what_held_the_trainer(
     assert "What held the trainer" not in titles and "The last saves, one by one" in titles[1]
 
 
+def test_saves_without_an_iteration_have_short_labels(written: Callable[..., Path]) -> None:
+    """As all saves of DCP: labels with their ids lay over each other."""
+    saves = many(12, state="failed", error="why", published_ms=None)
+    for number, save in enumerate(saves, 1):
+        save |= {"iteration": None, "save_id": f"63f181e23b1426f9-{number}"}
+    figure = draw(read_reports([written(saves)]).saves, "a run")
+    assert [label.get_text() for label in figure.axes[2].get_xticklabels()] == [f"#{n}" for n in range(1, 13)]
+    text = advice_on(written(saves), "12 of 12 saves failed")
+    assert text.startswith("The last one, at save 63f181e23b1426f9-12: why.")
+
+
 @pytest.mark.parametrize("name", ["a$x_$b", "a$\\frac{$", "a\x01b", "a\udcff"], ids=ascii)
 def test_names_that_are_no_formulas_and_no_xml_are_drawn(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.jsonl"
@@ -604,6 +681,7 @@ def test_without_matplotlib_there_are_the_table_and_the_advice(
 def test_only_the_last_saves_are_looked_at_if_asked() -> None:
     out = run("report", RUN, "--last", "2")[1]
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["50", "60"]
+    assert "(median of 2 saves); the largest part" in " ".join(out.split())  # neither is the first of its run
     assert run("report", RUN, "--last", "0")[0] == 2
 
 
