@@ -235,6 +235,36 @@ def test_megatron_hashes_no_files_that_are_near_only() -> None:
         checks.check_near_options(args, Options(near="/local"))
 
 
+@pytest.mark.parametrize(
+    ("version", "given", "in_environment", "lazy"),
+    [
+        ("0.19.9", None, None, True),
+        ("0.20.0", None, None, False),
+        ("0.20.0", True, None, True),
+        ("0.20.0", None, "on", True),
+        ("0.19.9", False, None, False),
+    ],
+)
+def test_copies_are_lazy_with_releases_that_were_tested_or_where_asked_for(
+    version: str,
+    given: bool | None,
+    in_environment: str | None,
+    lazy: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A later one may have places without a fence that change what is being copied."""
+    monkeypatch.setattr(arguments.versions, "installed_version", lambda: version)
+    monkeypatch.delenv("MEGATRON_DATASTATES_LAZY", raising=False)
+    if in_environment:
+        monkeypatch.setenv("MEGATRON_DATASTATES_LAZY", in_environment)
+    arguments._warn_of_untested.cache_clear()
+    args = namespace(datastates_lazy=given, rank=0)
+    assert [arguments.options_of(args).lazy for _ in range(2)] == [lazy] * 2
+    is_eager_unasked = not lazy and given is None
+    assert caplog.text.count(f"has not been tested with Megatron-Core {version}") == is_eager_unasked
+
+
 @pytest.mark.parametrize("fault", ["", "a link", "of another user", "others write to it", "a file"])
 def test_the_near_tier_in_the_folder_for_temporary_files_is_this_users_alone(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,22 @@ def test_a_release_serves_until_the_next_one_that_differs(version, first):
     assert release_of(version).first == first
 
 
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        ("0.15.3", False),
+        ("0.16.1", True),
+        ("0.18.2+0123abc", True),
+        ("0.19.5", True),
+        ("0.20.0rc1", False),
+        ("1.0", False),
+        ("core_main", False),
+    ],
+)
+def test_releases_with_these_minor_numbers_are_tested(version, tested):
+    assert versions.is_tested(version) == tested
+
+
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: str(release.first))
 def test_every_wrapper_is_there(release):
     for hook in (*release.loading, *release.saving, *release.training):

@@ -286,11 +286,24 @@ TOOLS = {
 }
 
 
+LAST_TESTED = (0, 19)  # of minor releases
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def is_tested(version: str) -> bool:
+    """Returns whether the tests run with this minor release."""
+    found = _minor(version)
+    return found is not None and RELEASES[0].first <= found <= LAST_TESTED
+
+
 @functools.cache
 def release_of(version: str) -> Release:
     """Returns the Release for a version such as `0.18.2` or `0.20.0rc0`; the first one for anything older."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(numbers[1]), int(numbers[2])) if numbers else RELEASES[-1].first
+    found = _minor(version) or RELEASES[-1].first
     return max((r for r in RELEASES if r.first <= found), key=lambda r: r.first, default=RELEASES[0])
 
 

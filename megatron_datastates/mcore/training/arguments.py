@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import stat
@@ -18,10 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_datastates.config import Options, OptionSpec, advice_on
+from megatron_datastates.config import ENVIRONMENT_PREFIX, Options, OptionSpec, advice_on
 from megatron_datastates.errors import OptionError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.mcore.hooks import versions
 
 logger = logging.getLogger(__name__)
 _PREFIX = "--datastates-"
@@ -119,9 +121,29 @@ def options_of(args: Any) -> Options:
     if getattr(args, "perform_rl_step", False):
         # Reinforcement learning moves weights between training and inference without a fence.
         options = dataclasses.replace(options, lazy=False)
+    version = versions.installed_version()
+    if options.lazy and not versions.is_tested(version) and not _is_given(args, "lazy"):
+        options = dataclasses.replace(options, lazy=False)
+        if getattr(args, "rank", 0) == 0:
+            _warn_of_untested(version)
     if not options.near and is_object(getattr(args, "save", None) or ""):
         options = dataclasses.replace(options, near=default_near())
     return options
+
+
+def _is_given(args: Any, name: str) -> bool:
+    is_in_environment = f"{ENVIRONMENT_PREFIX}{name.upper()}" in os.environ
+    return is_in_environment or getattr(args, f"datastates_{name}", None) is not None
+
+
+@functools.cache
+def _warn_of_untested(version: str) -> None:
+    logger.warning(
+        "megatron_datastates has not been tested with Megatron-Core %s, which may change parameters or "
+        "optimizer state where no fence is: everything is copied before save_checkpoint returns. "
+        "--datastates-lazy on copies during the next forward and backward pass all the same",
+        version,
+    )
 
 
 def given_options(args: Any) -> Options:
