@@ -47,7 +47,8 @@ _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 # What is compared of each module, besides plain attributes.
 _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 # A fork of Megatron may make keys or offsets of any plain attribute of its modules, or of their configs.
-_PLAIN = (bool, int, float, str)
+_PLAIN = frozenset([bool, int, float, str])
+_CONTAINERS = frozenset([dict, list, tuple, set, frozenset])
 # Not of these, which every module has, and which say how far an iteration is.
 _PASSING = frozenset(vars(torch.nn.Module())) | {"is_first_microbatch", "current_microbatch"}
 _unrelated = set[str]()  # names of attributes whose changes were seen to change nothing that is stored
@@ -233,21 +234,19 @@ def _configs_of(modules: list[Any]) -> list[Any]:
 
 
 def _plain_attributes(owner: Any) -> dict[str, Any]:
-    """Returns the plain attributes of a module or a config, without those that are disregarded."""
-    return {
-        name: copy.copy(value)
-        for name, value in vars(owner).items()
-        if name not in _PASSING and name not in _unrelated and _is_plain(value)
-    }
+    """Returns the plain attributes of a module or a config: numbers, texts and containers of these."""
+    own = vars(owner)
+    own = {name: own[name] for name in own.keys() - _PASSING - _unrelated}
+    found = {name: value for name, value in own.items() if type(value) in _PLAIN}
+    held = {name: value for name, value in own.items() if type(value) in _CONTAINERS}
+    return found | {name: copy.copy(value) for name, value in held.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is a number, a text, or a container of these."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, _PLAIN)
+    if type(value) not in _CONTAINERS:
+        return type(value) in _PLAIN
+    items = (*value, *value.values()) if type(value) is dict else value
+    return all(type(item) in _PLAIN for item in items)
 
 
 def _is_same(value: Any, before: Any) -> bool:
