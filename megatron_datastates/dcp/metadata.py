@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import DataStatesError, FormatError, MismatchError
 from megatron_datastates.format.index import Index
 from megatron_datastates.pipeline.loading.load import torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
@@ -45,8 +45,6 @@ class StoredTensor(TensorStorageMetadata):
     Its size can be assigned, which Megatron does.
     """
 
-    hole = "its fragments overlap, or do not cover a requested box"
-
     def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
         dtype, shape = index.describe(key)
         self.properties = TensorProperties(dtype=torch_dtype(dtype, key))
@@ -69,11 +67,15 @@ class StoredTensor(TensorStorageMetadata):
             # DCP would leave elements without a fragment unloaded, and load those of two fragments twice.
             whole = first_overlap(offsets, shapes) is None
             if not (whole and hold_all(offsets, shapes, *requested, self._global_shape)):
-                raise FormatError(f"tensor {self._key!r}: {self.hole}")
+                raise self._hole()
         elif not self._boxes:  # what will be requested is not known
             self._require_whole(offsets, shapes)
         pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
+
+    def _hole(self) -> DataStatesError:
+        """Returns the error of a request for elements that are not stored, or stored twice."""
+        return FormatError(f"tensor {self._key!r}: its fragments overlap, or do not cover a requested box")
 
     def _require_whole(self, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> None:
         faults = coverage_faults(self._key, _StoredBoxes(self._global_shape, offsets, shapes))
@@ -87,11 +89,6 @@ class StoredTensor(TensorStorageMetadata):
 class StateInBuckets(StoredTensor):
     """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
 
-    hole = (
-        "optimizer maps do not describe all that this run trains of it: a part was frozen when it was saved, "
-        "a map is missing, or several hold the same elements"
-    )
-
     def __init__(self, state: StateTensor, boxes: Boxes) -> None:
         self.properties = TensorProperties(dtype=torch_dtype(state.dtype, state.key))
         self.size = torch.Size(state.global_shape)
@@ -100,6 +97,13 @@ class StateInBuckets(StoredTensor):
 
     def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         return self._state.offsets, self._state.shapes
+
+    def _hole(self) -> DataStatesError:
+        """No damage: in an older checkpoint of the run, the same part is frozen."""
+        return MismatchError(
+            f"optimizer maps describe {self._key!r} only in part, and this run trains more of it: the rest "
+            "was frozen when it was saved, or a map is missing. Load without the optimizer (--no-load-optim)"
+        )
 
 
 class StoredMetadata(Mapping[str, STORAGE_TYPES]):

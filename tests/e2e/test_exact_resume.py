@@ -12,6 +12,14 @@ OPTIMIZER = {"dp_reshardable": [], "fully_reshardable": ["--dist-ckpt-optim-full
 MODE = {"async": ["--async-save"], "sync": []}
 WRITERS = {"parallel_save": [], "plain_save": ["--no-ckpt-fully-parallel-save"]}
 ITERATIONS = ["--train-iters", str(STEPS)]
+SCHEDULES = {
+    # The next forward pass gathers weights, while they are copied.
+    "overlapped gathers": ["--overlap-grad-reduce", "--overlap-param-gather"],
+    "virtual stages": [
+        *(*LAYOUTS["pp2"], "--num-layers", "4"),
+        *("--num-layers-per-virtual-pipeline-stage", "1"),
+    ],
+}
 
 
 def saves_reported(report: Path) -> list[tuple[int, str, str]]:
@@ -54,6 +62,24 @@ def test_resumed_run_equals_uninterrupted_one(
     assert checkpoints.tracked() == STEPS
     if ckpt_format == "datastates":
         assert saves_reported(report) == [(3, mode, "published"), (STEPS, mode, "published")]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_run_with_another_schedule_equals_the_uninterrupted_one(
+    schedule: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """From a full save and from a prepared one. Each run saves at its end, which gathers the last weights."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    how = [*SCHEDULES[schedule], *ITERATIONS, "--ckpt-format", "datastates"]
+    only_last = ["--save-interval", "1000", "--save"]
+    uninterrupted = pretraining.run(*how, *only_last, tmp_path / "uninterrupted")
+    saved = pretraining.run(*how, "--async-save", "--save-interval", "2", "--save", checkpoints.root)
+    assert saved.differences(uninterrupted) == [], "saving changed what was trained"
+    for step in (2, 4):
+        load = ["--load", checkpoints.root, "--ckpt-step", str(step)]
+        resumed = pretraining.run(*how, *load, *only_last, tmp_path / f"resumed{step}")
+        assert [rank.begun_at for rank in resumed.ranks] == [step, step]
+        assert resumed.differences(uninterrupted) == []
 
 
 @pytest.mark.conformance

@@ -101,3 +101,23 @@ def test_weights_that_are_trained_from_the_middle_on_are_written_from_there_on(
     )
     assert resumed.resumed_from(thawed) == 24
     assert resumed.differences(thawed) == []
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("frozen", "said"),
+    [
+        (r"layers\.0", "and this run trains more of it"),  # of tensors that hold all layers
+        (r"linear_fc1", "was not trained by the run that saved it"),
+    ],
+)
+def test_weights_that_were_frozen_when_they_were_saved_have_no_optimizer_state(
+    frozen: str, said: str, layout: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """The checkpoint is not damaged: no older one is recommended in its place."""
+    place = ["--save", tmp_path / "ck", "--load", tmp_path / "ck", "--ckpt-format", "datastates"]
+    pretraining.run(*LAYOUTS["tp2"], *place, "--exit-interval", "2", environment={"TINY_FROZEN": frozen})
+    thawed = pretraining.fail(*LAYOUTS[layout], *place)
+    assert all(thawed.exits)
+    assert said in thawed.log and "Load without the optimizer (--no-load-optim)" in thawed.log
+    assert "--datastates-fallback" not in thawed.log

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_datastates.format.index import similar_keys
 from megatron_datastates.format.values import is_of_optimizer
+from megatron_datastates.mcore.load.optimizer_names import KEY
 from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, StateTensor
 
@@ -61,7 +62,8 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
         dtype, shape = checkpoint.index.describe(item.key)
     else:
         similar = similar_keys(item.key, checkpoint.index.tensors)
-        return f"there is no tensor {item.key!r} in this checkpoint{similar}"
+        text = f"there is no tensor {item.key!r} in this checkpoint{similar}"
+        return text + _why_without_state(item.key, checkpoint.index.tensors)
     if item.key in checkpoint.index.objects:  # DCP has one name for both
         return (
             f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either; "
@@ -85,3 +87,14 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
         wanted = str(item.dtype).removeprefix("torch.")
         return f"tensor {item.key!r} is {dtype} in this checkpoint, and {wanted} in the model"
     return None
+
+
+def _why_without_state(key: str, tensors: Collection[str]) -> str:
+    """Returns what to do if a parameter is stored and its state of an optimizer, `key`, is not."""
+    parameter = KEY.fullmatch(key)
+    if parameter is None or parameter[3] not in tensors:
+        return ""
+    return (
+        ": the parameter was not trained by the run that saved it, or its optimizer keeps no such state. "
+        "Load without the optimizer (--no-load-optim)"
+    )

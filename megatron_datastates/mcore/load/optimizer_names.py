@@ -11,7 +11,8 @@ from collections.abc import Collection
 
 from megatron_datastates.pipeline.loading.optimizer import PREFIX
 
-_KEY = re.compile(rf"(chained_\d+\.)?{re.escape(PREFIX)}\.(\w+)\.(.*)", re.DOTALL)
+# Of a parameter's state: what a chain puts before it, the state and the parameter.
+KEY = re.compile(rf"(chained_\d+\.)?{re.escape(PREFIX)}\.(\w+)\.(.*)", re.DOTALL)
 _MAIN = ("param", "fp32_param")
 
 
@@ -21,7 +22,7 @@ class StateNames:
     def __init__(self, tensors: Collection[str], states: Collection[str] = ()) -> None:
         """Args: the keys of the stored tensors, and of the states in buckets."""
         self._tensors, self._states = tensors, states
-        found = [match for key in (*states, *tensors) if (match := _KEY.fullmatch(key))]
+        found = [match for key in (*states, *tensors) if (match := KEY.fullmatch(key))]
         kinds = {match[2] for match in found}
         self._main = next((name for name in _MAIN if name in kinds), None)
         self._prefixes = ["", *sorted({match[1] for match in found if match[1]})]
@@ -36,5 +37,5 @@ class StateNames:
 
     def of_request(self, key: str) -> str:
         """Returns the checkpoint's key for one that a request has."""
-        found = _KEY.fullmatch(key)
+        found = KEY.fullmatch(key)
         return self.of(found[2], found[3]) if found else key
