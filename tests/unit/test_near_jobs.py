@@ -266,6 +266,24 @@ def test_a_branch_of_many_checkpoints_that_was_left(
     assert by_branch(tmp_path, dict.fromkeys([4, 5, 7], tmp_path), 2, points[6]) == [5, 4]
 
 
+def test_of_thousands_of_checkpoints_each_is_judged_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[Point | None] = []
+
+    def is_left(point: Point | None, *rest: object) -> bool:
+        judged.append(point)
+        return False
+
+    def known_point(directory: Path, iteration: int) -> Point:
+        return Point(iteration, SaveId(A, iteration), None)
+
+    monkeypatch.setattr(history, "known_point", known_point)
+    monkeypatch.setattr(history, "_is_left", is_left)
+    assert by_branch(tmp_path, dict.fromkeys(range(1, 5001), tmp_path)) == [5000]
+    assert len(judged) < 3 * 5000
+
+
 # -- jobs ------------------------------------------------------------------------------------------------
 
 
