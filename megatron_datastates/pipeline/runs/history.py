@@ -203,6 +203,8 @@ def _is_left(point: Point | None, history: History, last: Point | None, current:
         return False
     if last is not None and last.knows_its_ancestors:
         return not last.follows(point)
+    if current is not None and current.follows(point):
+        return False  # a job that went back before it may have been an earlier one
     if history.abandoned_by(point, surely=True) is not None:
         return True
     return current is not None and point.is_apart_from(current)
