@@ -284,6 +284,20 @@ def test_of_thousands_of_checkpoints_each_is_judged_a_few_times(
     assert len(judged) < 3 * 5000
 
 
+def test_what_a_checkpoint_names_of_its_ancestors_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+
+    def parse(text: str) -> SaveId:
+        parsed.append(text)
+        return SaveId(int(text), 1)
+
+    ancestors = tuple(Ancestor(number, str(number)) for number in range(100))
+    point = Point(100, SaveId(100, 1), ancestors)
+    monkeypatch.setattr(SaveId, "parse", parse)
+    assert [point.reached(number) for number in range(101)] == [1] * 100 + [None]
+    assert len(parsed) == 100
+
+
 # -- jobs ------------------------------------------------------------------------------------------------
 
 
