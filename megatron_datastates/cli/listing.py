@@ -164,9 +164,9 @@ def _print(looks: list[Look]) -> None:
 
 
 def _print_tracker(root: Path, looks: list[Look]) -> None:
-    from megatron_datastates.files import names_in
     from megatron_datastates.format.directory import TRACKER_NAME
     from megatron_datastates.pipeline.runs.run_folders import tracked_name
+    from megatron_datastates.pipeline.runs.runs import has_file
 
     try:
         name = tracked_name(root)
@@ -178,7 +178,7 @@ def _print_tracker(root: Path, looks: list[Look]) -> None:
     elif name is not None:
         say(f"{TRACKER_NAME} names {name}, which is missing: Megatron cannot resume")
     else:
-        if TRACKER_NAME in names_in(root):
+        if has_file(root / TRACKER_NAME):  # no link to nothing
             say(
                 f"{TRACKER_NAME} names no checkpoint: expected the number of an iteration. A run with "
                 "megatron_datastates falls back to the newest complete one, if any is a datastates checkpoint"

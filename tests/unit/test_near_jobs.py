@@ -266,6 +266,38 @@ def test_a_branch_of_many_checkpoints_that_was_left(
     assert by_branch(tmp_path, dict.fromkeys([4, 5, 7], tmp_path), 2, points[6]) == [5, 4]
 
 
+def test_of_thousands_of_checkpoints_each_is_judged_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[Point | None] = []
+
+    def is_left(point: Point | None, *rest: object) -> bool:
+        judged.append(point)
+        return False
+
+    def known_point(directory: Path, iteration: int) -> Point:
+        return Point(iteration, SaveId(A, iteration), None)
+
+    monkeypatch.setattr(history, "known_point", known_point)
+    monkeypatch.setattr(history, "_is_left", is_left)
+    assert by_branch(tmp_path, dict.fromkeys(range(1, 5001), tmp_path)) == [5000]
+    assert len(judged) < 3 * 5000
+
+
+def test_what_a_checkpoint_names_of_its_ancestors_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+
+    def parse(text: str) -> SaveId:
+        parsed.append(text)
+        return SaveId(int(text), 1)
+
+    ancestors = tuple(Ancestor(number, str(number)) for number in range(100))
+    point = Point(100, SaveId(100, 1), ancestors)
+    monkeypatch.setattr(SaveId, "parse", parse)
+    assert [point.reached(number) for number in range(101)] == [1] * 100 + [None]
+    assert len(parsed) == 100
+
+
 # -- jobs ------------------------------------------------------------------------------------------------
 
 

@@ -436,6 +436,15 @@ def test_a_list_of_jobs_that_cannot_be_used_is_done_without(mode, tmp_path):
         assert removed(tmp_path, keep_last=2) == [100, 160]
 
 
+def test_what_the_tracked_checkpoint_follows_was_not_left_by_a_job_that_went_back_before_it(tmp_path):
+    """No list of jobs says that another one has returned to it since."""
+    first = save_job(tmp_path, [100, 200])
+    save_job(tmp_path, [150], first[100])
+    save_job(tmp_path, [300], first[200])
+    track(tmp_path, 300)
+    assert removed(tmp_path, keep_last=2) == [100, 150]
+
+
 def test_a_repaired_manifest_makes_no_checkpoint_of_an_abandoned_branch_the_newest(tmp_path):
     """It does not say what its job resumed from, but the other branch's manifests name its job."""
     roll_back(tmp_path, [160, 200])

@@ -22,6 +22,7 @@ from megatron_datastates.errors import (
     RepairRefusedError,
     UnsupportedFormatError,
 )
+from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
@@ -383,7 +384,10 @@ def test_where_no_data_files_are_there_is_nothing_to_repair(tmp_path, name):
 
 
 def test_a_full_disk_leaves_no_manifest(directory):
-    lose(directory)
+    set_aside = directory / REMOVAL_NAME  # by a killed prune: it names the files, and shows why it is gone
+    (directory / MANIFEST_NAME).rename(set_aside)
     with pytest.raises(DataStatesError, match="was not written"):
         repair(directory, options=dataclasses.replace(OPTIONS, faults="rename manifest:1:ENOSPC"))
-    assert not (directory / MANIFEST_NAME).exists()
+    assert not (directory / MANIFEST_NAME).exists() and set_aside.exists()
+    repair(directory, options=OPTIONS)
+    assert not set_aside.exists()

@@ -263,6 +263,8 @@ def test_ls_says_what_a_tracker_without_a_number_means(both: Path, tmp_path: Pat
     assert "names no checkpoint: expected the number of an iteration" in output_of("ls", root)
     (root / TRACKER_NAME).unlink()
     assert f"There is no {TRACKER_NAME}" in output_of("ls", root)
+    (root / TRACKER_NAME).symlink_to(tmp_path / "not copied with the run")
+    assert "Megatron would start from random weights" in output_of("ls", root), "nor does a run fall back"
 
 
 # -- layers by the names of Megatron's modules ------------------------------------------------------------

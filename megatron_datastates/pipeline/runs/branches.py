@@ -8,6 +8,7 @@ without a look at any clock.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import msgspec
@@ -88,21 +89,17 @@ class Point:
         Ancestors that are not known are older than all known ones.
         """
         is_in_line = self.save_id == other.save_id or self.follows(other) or other.follows(self)
-        return not is_in_line and not self._jobs_before.isdisjoint(other._jobs_before)
+        return not is_in_line and not self._reached.keys().isdisjoint(other._reached)
 
-    @property
-    def _jobs_before(self) -> set[int]:
-        """The run ids of its ancestors."""
-        ids = (SaveId.parse(ancestor.save_id) for ancestor in self.ancestors or ())
-        return {save_id.run_id for save_id in ids if save_id is not None}
+    @functools.cached_property  # each of a run's points may be asked about each of its jobs
+    def _reached(self) -> dict[int, int]:
+        """The ordinals of its ancestors, by run id; of two saves of one job, that of the older one."""
+        ids = (SaveId.parse(ancestor.save_id) for ancestor in reversed(self.ancestors or ()))
+        return {save_id.run_id: save_id.ordinal for save_id in ids if save_id is not None}
 
     def reached(self, run_id: int) -> int | None:
         """Returns the ordinal of the save of another job that is an ancestor of this one; None if none is."""
-        for ancestor in self.ancestors or ():
-            save_id = SaveId.parse(ancestor.save_id)
-            if save_id is not None and save_id.run_id == run_id:
-                return save_id.ordinal
-        return None
+        return self._reached.get(run_id)
 
 
 def point_of(manifest: Manifest, iteration: int) -> Point:

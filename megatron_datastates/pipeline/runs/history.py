@@ -14,7 +14,7 @@ from megatron_datastates.pipeline.runs.branches import Point, known_point, point
 from megatron_datastates.pipeline.runs.jobs import MOST_JOBS, Job, jobs_in
 from megatron_datastates.pipeline.runs.runs import tracked_iteration
 
-_READ_AT_A_TIME = 16  # manifests
+_FIRST_READ = 16  # manifests
 
 
 class _Chain(NamedTuple):
@@ -165,16 +165,17 @@ def by_branch(
     is_known = any(point is not None and point.knows_its_ancestors for point in (present, last))
     with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
         lists.append(jobs_in(run))
-    for begin in range(0, len(numbers), _READ_AT_A_TIME):
-        some = numbers[begin : begin + _READ_AT_A_TIME]
+    count = _FIRST_READ
+    while len(points) < len(numbers) and not (is_known and len(kept) >= most):
+        some = numbers[len(points) : len(points) + count]
+        count *= 2  # each time, all that were read are judged again
         points |= {number: known_point(directories[number], number) for number in some}
         history = History(lists, filter(None, [*points.values(), present]))
         # A tracker that names what was left does not name yet what was published since then.
         current = None if present is None or history.abandoned_by(present, surely=True) else present
         kept = [number for number, point in points.items() if not _is_left(point, history, last, current)]
-        if is_known and len(kept) >= most:
-            break
-    return [*kept, *(number for number in numbers if number not in kept)][:most]
+    left = set(numbers).difference(kept)
+    return [*kept, *(number for number in numbers if number in left)][:most]
 
 
 def has_later_save(directory: Path, save_id: SaveId) -> bool:
@@ -202,6 +203,8 @@ def _is_left(point: Point | None, history: History, last: Point | None, current:
         return False
     if last is not None and last.knows_its_ancestors:
         return not last.follows(point)
+    if current is not None and current.follows(point):
+        return False  # a job that went back before it may have been an earlier one
     if history.abandoned_by(point, surely=True) is not None:
         return True
     return current is not None and point.is_apart_from(current)

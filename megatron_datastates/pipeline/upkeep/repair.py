@@ -143,7 +143,6 @@ def repair(
         _refuse(path, f"it has faults: {_some([*verdict.faults, *verdict.unread])}")
     manifest = _with_replaced(path, _with_facts_of_state(checkpoint, notes), notes)
     try:
-        (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
         write_whole(
             path / MANIFEST_NAME,
             manifest.encode(),
@@ -153,6 +152,8 @@ def repair(
         )
     except OSError as error:
         raise StorageError(f"the manifest of {path} was not written: {describe_error(error)}") from error
+    with contextlib.suppress(OSError):  # beside a manifest it is a left-over
+        (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
     return Repair(manifest, verdict.bytes_checked, [*verdict.notes, *notes])
 
 
