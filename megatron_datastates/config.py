@@ -177,8 +177,8 @@ class Options:
         _on_off,
         "on|off",
         "copy parameters and optimizer state during the next forward and backward pass, which do not change "
-        "them; off copies everything before save_checkpoint returns (default on; after enable(), and with an "
-        "untested release of Megatron-Core, off)",
+        "them; off copies everything before save_checkpoint returns (default on; off after enable() and "
+        "with an untested release of Megatron-Core)",
     )
     paranoid: bool = _option(
         False,

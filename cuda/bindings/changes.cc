@@ -2,8 +2,7 @@
 
 #include <nanobind/eval.h>
 
-#include <algorithm>
-#include <vector>
+#include <unordered_set>
 
 namespace datastates {
 
@@ -16,12 +15,12 @@ constexpr int kNone = -1;
 bool can_watch = true;
 uint64_t count = kUnknownChanges + 1;
 int watcher_of_dictionaries = kNone, watcher_of_attributes = kNone;
-std::vector<PyObject*> names;
+std::unordered_set<PyObject*> names;
 
 // Attributes that code sets by name have interned keys: one object for each name.
 bool MayMatter(PyObject* key) {
   if (key == nullptr || !PyUnicode_CheckExact(key) || PyUnicode_CHECK_INTERNED(key) == 0) return true;
-  return std::find(names.begin(), names.end(), key) != names.end();
+  return names.count(key) != 0;
 }
 
 int OnChange(PyDict_WatchEvent, PyObject*, PyObject*, PyObject*) {
@@ -95,8 +94,7 @@ void WatchDictionary(nanobind::handle dictionary) { Watch(dictionary, &watcher_o
 void WatchAttributes(nanobind::handle dictionary) { Watch(dictionary, &watcher_of_attributes); }
 
 void WatchName(nanobind::handle interned) {
-  if (std::find(names.begin(), names.end(), interned.ptr()) == names.end())
-    names.push_back(nanobind::borrow(interned).release().ptr());  // for ever: there are few
+  if (names.insert(interned.ptr()).second) interned.inc_ref();  // for ever: a program has some hundreds
 }
 
 #else

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_datastates.errors import FormatError, UnsafeObjectError, UntrustedClassError
+from megatron_datastates.errors import CorruptDataError, FormatError, UnsafeObjectError, UntrustedClassError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, EmptyObjects, Mutability, Write
 from megatron_datastates.providers.megatron_classes import (
@@ -252,10 +252,11 @@ _accepted = _Accepted([], frozenset())  # replaced as a whole, by any thread
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
     """Checks a stored object as `check_saved` does, but always accepts Megatron's classes.
 
-    Also compares the checksums of its tensors, whatever `trust` says: torch.load compares none.
+    Raises CorruptDataError, whatever `trust` says, if the checksum of a tensor in it differs: torch.load
+    compares none.
     """
     if name := corrupt_member(data):
-        raise UnsafeObjectError(
+        raise CorruptDataError(
             f"object {key!r} cannot be loaded: the CRC-32 of its {name} differs: it is corrupt"
         )
     _check(data, key, "cannot be loaded", trust, stand_in=_megatron_class)

@@ -244,8 +244,8 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
         why = "The saves are synchronous: add --async-save."
     else:
         why = (
-            "Nothing is copied later: --datastates-lazy is off, or the saves do not come from Megatron's own "
-            "training loop."
+            "Nothing is copied later: --datastates-lazy is off (it is by default with an untested release of "
+            "Megatron-Core), or the saves do not come from Megatron's own training loop."
         )
     return Advice(
         "slow",

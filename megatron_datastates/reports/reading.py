@@ -114,7 +114,7 @@ class Save:
 
     @property
     def label(self) -> str:
-        """Returns its name for an axis, where no save id has room: the count of the save in its place."""
+        """Returns its name for an axis: for a save id, which is too long, its number in the run."""
         return f"#{self.ordinal}" if self.iteration is None else self.name
 
     @property

@@ -16,10 +16,11 @@ def usual(saves: Sequence[Save]) -> list[Save]:
     Only the failed ones are left out if no others remain.
     """
     runs: set[str] = set()
+    begun = {save.run for save in saves if save.ordinal == 1}  # not where only the last few are looked at
     published = [save for save in saves if not save.failed]
     later = []
     for save in published:
-        if save.run in runs or save.ordinal > 1:  # also of the last few saves of a run
+        if save.run in runs or save.run not in begun:
             later.append(save)
         runs.add(save.run)
     return later or published

@@ -3,9 +3,9 @@
 Real optimizers and loops: tests/e2e/test_prepared.py.
 """
 
-import contextlib
 import copy
 import dataclasses
+import enum
 import functools
 import gc
 import io
@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -30,12 +31,13 @@ from megatron.training import checkpointing
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.save import prepared, preparing, survey
+from megatron_datastates.mcore.save import prepared, preparing
+from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.mutability import nothing_promised
-from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
-from megatron_datastates.providers.base import Mutability, Place, Tensors
+from megatron_datastates.mcore.save.survey import Survey, is_megatrons_alone
+from megatron_datastates.providers.base import Mutability, Tensors
 
 
 def no_optimizer() -> Any:
@@ -44,13 +46,18 @@ def no_optimizer() -> Any:
     return chain
 
 
+class Kind(enum.Enum):
+    A = 1
+    B = 2
+
+
 @dataclasses.dataclass
 class Config:
     """Of a model, as Megatron's."""
 
     experts: int = 2
     names: tuple[str, ...] = ("a", "b")
-    callback: Any = None
+    callback: Any = len
 
 
 def make() -> torch.nn.Module:
@@ -67,6 +74,12 @@ def make() -> torch.nn.Module:
     model[2].experts = [0, 1]
     model[2].config = model[3].config = Config()
     model[3].seen = 0
+    model[0].place = None
+    model[3].places = {"first": [(0, 1)], "second": [None, 2], "third": {1: {2}}}
+    model[3].kind, model[3].count, model[3].size = Kind.A, np.int64(3), torch.Size([4, 3])
+    model[3].dtype, model[3].rate = torch.bfloat16, math.nan
+    model[1].config = types.SimpleNamespace(experts=3)
+    model[2].many = [0] * 2000  # too many to look at in every save
     model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
     model[2].weight.requires_grad_(False)
     return model
@@ -148,6 +161,15 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: setattr(model[3].config, "experts", 4),
     lambda model: setattr(model[3].config, "names", ("a", "c")),
     lambda model: setattr(model[3], "seen", False),  # equal, and written in another way
+    lambda model: setattr(model[0], "place", 3),
+    lambda model: model[3].places["first"].append((2, 3)),
+    lambda model: model[3].places["second"].__setitem__(1, 7),
+    lambda model: setattr(model[3], "kind", Kind.B),
+    lambda model: setattr(model[3], "count", np.int64(4)),
+    lambda model: setattr(model[3], "size", torch.Size([3, 4])),
+    lambda model: setattr(model[3], "dtype", torch.float16),
+    lambda model: setattr(model[1].config, "experts", 4),
+    lambda model: delattr(model[1], "config"),
     lambda model: model[1].register_buffer("shared_name", torch.zeros(2)),
 ]
 
@@ -162,6 +184,18 @@ def test_a_survey_notices_every_change_of_structure(change: Callable[[Any], obje
         survey.tensors_if_unchanged(no_optimizer())
 
 
+def test_the_attribute_that_has_changed_is_named() -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    model[3].places["second"][1] = 3
+    with pytest.raises(UnprovableError, match=r"^the attribute places of a ModuleDict has changed$"):
+        survey.tensors_if_unchanged(no_optimizer())
+    survey = Survey([model], no_optimizer())
+    model[3].weight = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(UnprovableError, match=r"^a parameter, .* of a ModuleDict was added"):  # not `rate`
+        survey.tensors_if_unchanged(no_optimizer())
+
+
 def replace_what_is_not_stored(model: Any) -> None:
     model[0].dropped = model[0].dropped + 1
 
@@ -170,7 +204,8 @@ def set_what_passes(model: Any) -> None:
     model.eval()
     model[0].current_microbatch = 7
     model[2].config.callback = print  # not plain
-    model[2].experts = [0, 1]
+    model[2].experts, model[2].many[5] = [0, 1], 1
+    model[3].places = copy.deepcopy(model[3].places)
 
 
 @pytest.mark.parametrize(
@@ -1025,46 +1060,6 @@ def test_a_state_dict_that_is_saved_once_more_is_what_later_saves_are_prepared_b
     assert found.mutability == [Mutability.NOW] * 3 and len(classified) == count + 1
     complete(*tensors)
     assert saved().mutability == [Mutability.NOW] * 3, "the classification is that of the save itself"
-
-
-def test_attributes_whose_changes_change_nothing_that_is_stored_are_disregarded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(survey, "_unrelated", set())
-    model = make()
-    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
-    last: prepared.Preparation | None = None
-
-    def is_prepared(place: int) -> bool:
-        """Saves, in full if it is not prepared; `place` is where it stores the weight."""
-        nonlocal last
-        if last is not None:
-            with contextlib.suppress(UnprovableError):
-                last.require_conditions(call)
-                last.require_unchanged(call)
-                return True
-        last, found = prepared.Preparation(call, last), Tensors()
-        found.add("weight", model[0].weight, Mutability.NOW, Place((8, 4), (place, 0), (6, 4)))
-        last.complete({}, found, found.tensors[:])
-        return False
-
-    assert not is_prepared(0)
-    for expected in (False, False, True, True):  # the second full save begins before it is known
-        model[3].seen += 1
-        assert is_prepared(0) == expected
-    for place in (1, 2, 1):
-        model[2].experts[0] = place
-        assert not is_prepared(place)
-    assert is_prepared(1)
-    model[2].experts[0], model[3].config.experts = 2, 3
-    with pytest.raises(UnprovableError, match=r"the attribute experts of a Linear has changed"):
-        last.require_unchanged(call)
-
-
-def test_a_model_that_was_replaced_is_no_reason_against_preparing_the_new_one() -> None:
-    last = prepared.Preparation({"model": [make()], "optimizer": no_optimizer(), "args": None})
-    gc.collect()
-    prepared.Preparation({"model": [make()], "optimizer": no_optimizer(), "args": None}, last)
 
 
 def test_a_negated_view_cannot_be_prepared() -> None:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import fractions
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,11 @@ import pytest
 import torch
 
 import megatron_datastates as ds
-from megatron_datastates.errors import SaveFailedError, UnsafeObjectError
+from megatron_datastates.errors import CorruptDataError, SaveFailedError, UnsafeObjectError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver
-from megatron_datastates.pipeline.upkeep.verify import verify
+from megatron_datastates.pipeline.upkeep.verify import Verdict, _check_object, verify
 from megatron_datastates.providers.objects import check_saved, check_stored, deserialize
 from tests.unit.by_hand import Part, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL, new_saver, save
@@ -77,6 +78,19 @@ def test_an_object_that_no_load_accepts_fails_the_save(saver: Saver, tmp_path: P
     assert cause is not None and cause.__cause__ is None, "the message stands in the traceback once"
     publication.save.join()  # the finishing thread reports the failure, then removes its file
     assert not list((tmp_path / "c").glob("*"))
+
+
+def test_a_corrupt_tensor_in_an_object_is_damage_even_where_all_objects_are_trusted() -> None:
+    buffer, tensor = io.BytesIO(), torch.arange(1000)
+    torch.save([tensor], buffer)
+    data = bytearray(buffer.getvalue())
+    data[data.index(tensor.numpy().tobytes()) + 5] ^= 1
+    for trust in (False, True):
+        with pytest.raises(CorruptDataError, match="the CRC-32 of its data/0 differs"):
+            check_stored(bytes(data), "k", trust=trust)
+    verdict = Verdict()
+    _check_object(bytes(data), "k", dataclasses.replace(OPTIONS, trust_objects=True), verdict)
+    assert len(verdict.faults) == 1 and not verdict.notes
 
 
 @pytest.mark.parametrize("value", [Colour.RED, Config(3), [Own], collections.defaultdict(Config)])

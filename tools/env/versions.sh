@@ -2,7 +2,7 @@
 # Runs the tests marked `conformance` with other releases of megatron-core. Each is installed into a folder of its
 # own that precedes .venv on the path, without dependencies and whatever Python versions its wheel declares.
 # Arguments: releases (default: the last of each supported older minor version), or folders with a checkout of
-# Megatron-LM, where copies are lazy although no release has that code yet. ARGS is passed to pytest.
+# Megatron-LM, where copies are lazy all the same. ARGS is passed to pytest.
 set -euo pipefail
 shopt -s inherit_errexit # in $(overlay ...): a folder that pip could not fill is not complete
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -33,10 +33,11 @@ failed=()
 for release in "${releases[@]}"; do
   folder=$(overlay "$release")
   echo "[versions] megatron-core $release"
-  [[ ! -d $release/megatron/core ]] || export MEGATRON_DATASTATES_LAZY=on
+  lazy=() # copies are eager with what is no tested release
+  [[ ! -d $release/megatron/core ]] || lazy=(MEGATRON_DATASTATES_LAZY=on)
   found=$(PYTHONPATH=$folder "$python" -W ignore -c 'import megatron.core; print(megatron.core.__file__)' | tail -n 1)
   [[ $found == "$folder/"* ]] || { echo "[versions] expected megatron-core in $folder, found $found" >&2; exit 1; }
   # shellcheck disable=SC2086  # ARGS holds several words
-  PYTHONPATH=$folder "$python" -m pytest -q -p no:cacheprovider -m conformance ${ARGS:-} || failed+=("$release")
+  env "${lazy[@]}" PYTHONPATH="$folder" "$python" -m pytest -q -p no:cacheprovider -m conformance ${ARGS:-} || failed+=("$release")
 done
 ((${#failed[@]} == 0)) || { echo "[versions] failed: ${failed[*]}" >&2; exit 1; }

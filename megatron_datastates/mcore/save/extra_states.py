@@ -23,7 +23,8 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from megatron_datastates.mcore.save.survey import MAKER, UnprovableError, code_of
+from megatron_datastates.mcore.save.attributes import UnprovableError
+from megatron_datastates.mcore.save.survey import MAKER, code_of
 
 _NAME = re.compile(r"(?:(.*)\.)?_extra_state([0-9]*)")
 _PICKLING = ("transformer_engine.", "megatron.")  # modules whose extra states are pickles

@@ -17,7 +17,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +30,12 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.format.tables import Words
 from megatron_datastates.mcore import fences
+from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.extra_states import ExtraStates, extra_states
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.survey import (
     Found,
     Survey,
-    UnprovableError,
-    disregard,
     has_buckets,
     is_megatrons_alone,
     items_at,
@@ -114,20 +112,16 @@ class Preparation:
 
     Args:
         call: the arguments of `generate_state_dict`.
-        last: what the last save had prepared, if this one could not use it.
 
     Raises:
         UnprovableError: nothing can be prepared for this model and this optimizer.
     """
 
-    def __init__(self, call: Mapping[str, Any], last: Preparation | None = None) -> None:
+    def __init__(self, call: Mapping[str, Any]) -> None:
         require_known_maker()
-        # Attributes of modules that have changed, and what was stored before.
-        self._changed = last._survey.changed_attributes() if last is not None else []
-        self._stored_before = last._stored() if last is not None and self._changed else None
         self._conditions = _conditions(call)
         self.rank, _ = self._conditions[-1]
-        self._survey: Survey = Survey(call["model"], call["optimizer"])
+        self._survey = Survey(call["model"], call["optimizer"])
         # Of the full save, and of prepared ones after it:
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._states: set[int] = set()  # ids of the other optimizers
@@ -205,14 +199,6 @@ class Preparation:
         self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
-        if self._changed and self._stored() == self._stored_before:
-            disregard(self._changed)  # such as a counter: or no save would ever be prepared
-
-    def _stored(self) -> Any:
-        """Returns a value that is equal for saves of the same tensors and extra states in the same places."""
-        extras = chain.from_iterable(chunk.all for chunk in self._extra_states)
-        objects = [(one.name, one.template.unique_key) for one in extras]
-        return self._columns.keys, self._columns.places, self._rows, objects
 
     # -- a prepared save --------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.prepared import Preparation
-from megatron_datastates.mcore.save.survey import UnprovableError, gathers, optimizers_in
+from megatron_datastates.mcore.save.survey import gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
 from megatron_datastates.pipeline.saving.held import trainer_held
@@ -141,10 +142,11 @@ def _all_ranks(is_ready: bool, must_agree: bool) -> bool:
 
 
 def _generate_full(generate: Callable[[list[Any]], Any], call: dict[str, Any], saving: _Saving) -> Any:
-    last = _preparations.pop(call["model"][0], None) if call["model"] else None
+    if call["model"]:
+        _preparations.pop(call["model"][0], None)
     if saving.is_on:
         with _noting():
-            saving.full = Preparation(call, last)
+            saving.full = Preparation(call)
     state = generate(call["model"])
     if saving.full is not None:
         with _noting():

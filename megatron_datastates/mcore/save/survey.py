@@ -11,7 +11,6 @@ an element for each tensor; the trainer waits for them in every save.
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import weakref
@@ -25,6 +24,7 @@ import torch
 
 from megatron_datastates.engine import native
 from megatron_datastates.engine.exchange import Described, Facts, describe, located
+from megatron_datastates.mcore.save.attributes import Owners, UnprovableError, config_of, with_configs
 from megatron_datastates.pipeline.saving.plans import has_unresolved_views
 from megatron_datastates.providers.tensors import is_frozen
 
@@ -44,20 +44,10 @@ _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")  # stored besi
 _OURS = "megatron_datastates."
 _SAVING = ("megatron.training.checkpointing", "save_checkpoint")  # makes state dicts, and saves them
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-# What is compared of each module, besides plain attributes.
+# What is compared of each module, besides plain attributes (attributes.py).
 _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
-# A fork of Megatron may make keys or offsets of any plain attribute of its modules, or of their configs.
-_PLAIN = frozenset([bool, int, float, str])
-_CONTAINERS = frozenset([dict, list, tuple, set, frozenset])
-# Not of these, which every module has, and which say how far an iteration is.
-_PASSING = frozenset(vars(torch.nn.Module())) | {"is_first_microbatch", "current_microbatch"}
-_unrelated = set[str]()  # names of attributes whose changes were seen to change nothing that is stored
 _hooks = attrgetter(*_HOOKS)
 _attributes = attrgetter("dtype", "shape", "device", "layout")
-
-
-class UnprovableError(Exception):
-    """What was prepared for one save cannot be proved to hold for another; the text says why."""
 
 
 class Found(NamedTuple):
@@ -86,27 +76,18 @@ class Survey:
         parameters = chain.from_iterable(chunk.parameters() for chunk in model)
         if any(getattr(one, "is_gtp_weight_remat", False) for one in parameters):
             raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
-        self._modules = list(map(weakref.ref, modules))
-        self._configs = list(map(weakref.ref, _configs_of(modules)))
         self._optimizers = [weakref.ref(one) for one in optimizers_in(optimizer)]
         self._chain = _chain_in(optimizer)
-        members, configs, containers = self._places()
-        self._plain = [_plain_attributes(one) for one in members + configs]
-        of_members, of_configs = self._plain[: len(members)], self._plain[len(members) :]
-        self._structures = (
-            native.Structure(
-                members,
-                [],
-                attributes=[*_MEMBERS, *sorted(set(chain.from_iterable(of_members)))],
-                own=[*_DECIDING, MAKER],
-                opaque=_never_stored(members),
-            ),
-            native.Structure([], containers, attributes=[], own=[], opaque=["step"]),
-        )
-        # By itself: names that only configs have would be looked for in every module.
-        self._values = native.Structure(
-            configs, [], attributes=sorted(set(chain.from_iterable(of_configs))), own=[], opaque=[]
-        )
+        opaque, by_class = _never_stored(modules), dict[type, list[Any]]()
+        for module in modules:
+            by_class.setdefault(type(module), []).append(module)
+        self._owners = [
+            Owners(some, lambda one: one, members=_MEMBERS, own=[*_DECIDING, MAKER], opaque=opaque)
+            for some in by_class.values()
+        ]
+        if configured := with_configs(modules):
+            self._owners.append(Owners(configured, config_of))
+        self._of_optimizers = native.Structure([], self._containers(), attributes=[], own=[], opaque=["step"])
         tensors = self._choose_tensors()
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -133,23 +114,12 @@ class Survey:
         is_same = len(found) == len(surveyed) and all(map(is_, found, surveyed))
         if not is_same or _chain_in(optimizer) != self._chain:
             raise UnprovableError("an optimizer was added, removed or replaced")
-        of_modules, of_optimizers = self._leaves()
+        tensors = list(chain.from_iterable(self._leaves()))
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
-        tensors = of_modules + of_optimizers
         if not all(map(is_frozen, self._pick_frozen(tensors))):
             raise UnprovableError("a frozen parameter's requires_grad has changed")
         return self._described(tensors)
-
-    def changed_attributes(self) -> list[tuple[type, str]]:
-        """Returns the plain attributes that have changed: of which class, and their names. Slow."""
-        owners = [ref() for ref in self._modules + self._configs]
-        return [
-            (type(one), name)
-            for one, before in zip(owners, self._plain, strict=True)
-            for name, value in before.items()
-            if one is not None and not _is_same(vars(one).get(name), value)
-        ]
 
     def found_again(self, found: Found) -> Found:
         """Returns the tensors that `tensors_if_unchanged` has returned, and where they are now.
@@ -162,13 +132,14 @@ class Survey:
     def _choose_tensors(self) -> list[torch.Tensor]:
         """Returns the tensors, each once, and lets `_leaves` return only those."""
         tensors: dict[int, torch.Tensor] = {}
-        for structure, leaves in zip(self._structures, self._leaves(), strict=True):
+        choices = [owners.choose for owners in self._owners] + [self._of_optimizers.choose]
+        for choose, leaves in zip(choices, self._leaves(), strict=True):
             chosen = []
             for at, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in tensors:
                     tensors[id(leaf)] = leaf
                     chosen.append(at)
-            structure.choose(chosen)
+            choose(chosen)
         return list(tensors.values())
 
     def _described(self, tensors: list[torch.Tensor]) -> Found:
@@ -190,67 +161,24 @@ class Survey:
         if has_unresolved_views(tensors, facts):
             raise UnprovableError("a tensor has become a negated or conjugated view")
 
-    def _places(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the modules, their configs, and the containers of the optimizers.
-
-        Raises:
-            UnprovableError: a module, a config or an optimizer is gone.
-        """
-        modules, configs = [ref() for ref in self._modules], [ref() for ref in self._configs]
+    def _containers(self) -> list[Any]:
+        """Returns the containers of the optimizers. Raises UnprovableError if one of these is gone."""
         optimizers = [ref() for ref in self._optimizers]
-        if None in modules or None in configs or None in optimizers:
-            raise UnprovableError("a module or an optimizer is gone")
-        return modules, configs, list(map(_containers, optimizers))
+        if None in optimizers:
+            raise UnprovableError("an optimizer is gone")
+        return list(map(_containers, optimizers))
 
-    def _leaves(self) -> tuple[list[Any], list[Any]]:
+    def _leaves(self) -> list[list[Any]]:
         """Returns the tensors that modules hold, and those that only optimizers hold.
 
         Raises:
             UnprovableError: what they hold is not what it was.
         """
-        modules, configs, containers = self._places()
-        of_modules = self._structures[0].leaves(modules, [])
-        if of_modules is None or self._values.leaves(configs, []) is None:
-            for cls, name in self.changed_attributes():
-                raise UnprovableError(f"the attribute {name} of a {cls.__qualname__} has changed")
-            raise UnprovableError(
-                "a module, a parameter, a buffer, an attribute or a hook was added, removed or replaced"
-            )
-        of_optimizers = self._structures[1].leaves([], containers)
+        found = [owners.leaves() for owners in self._owners]
+        of_optimizers = self._of_optimizers.leaves([], self._containers())
         if of_optimizers is None:
             raise UnprovableError("parameter groups, states or buckets of an optimizer are others")
-        return of_modules, of_optimizers
-
-
-def disregard(attributes: Iterable[tuple[type, str]]) -> None:
-    """Lets surveys that are made from now on disregard attributes: they change nothing that is stored."""
-    _unrelated.update(name for _, name in attributes)
-
-
-def _configs_of(modules: list[Any]) -> list[Any]:
-    """Returns the configs that modules have, each once."""
-    found = {id(one): one for one in (vars(module).get("config") for module in modules)}
-    return [one for one in found.values() if hasattr(one, "__dict__") and hasattr(one, "__weakref__")]
-
-
-def _plain_attributes(owner: Any) -> dict[str, Any]:
-    """Returns the plain attributes of a module or a config: numbers, texts and containers of these."""
-    own = vars(owner)
-    own = {name: own[name] for name in own.keys() - _PASSING - _unrelated}
-    found = {name: value for name, value in own.items() if type(value) in _PLAIN}
-    held = {name: value for name, value in own.items() if type(value) in _CONTAINERS}
-    return found | {name: copy.copy(value) for name, value in held.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) not in _CONTAINERS:
-        return type(value) in _PLAIN
-    items = (*value, *value.values()) if type(value) is dict else value
-    return all(type(item) in _PLAIN for item in items)
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    return type(value) is type(before) and _is_plain(value) and value == before
+        return [*found, of_optimizers]
 
 
 def require_known_maker() -> None:

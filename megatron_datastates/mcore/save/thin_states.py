@@ -18,7 +18,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 
-from megatron_datastates.mcore.save.survey import UnprovableError, has_buckets
+from megatron_datastates.mcore.save.attributes import UnprovableError
+from megatron_datastates.mcore.save.survey import has_buckets
 from megatron_datastates.mcore.save.thin_groups import makes_groups_as_torch
 
 _STEP = "step"

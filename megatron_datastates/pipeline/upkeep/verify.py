@@ -339,6 +339,8 @@ def _check_objects(checkpoint: Checkpoint, keys: Sequence[str], options: Options
 def _check_object(data: bytes, key: str, options: Options, verdict: Verdict) -> None:
     try:
         check_stored(data, key)
+    except CorruptDataError as error:
+        verdict.faults.append(str(error))
     except UnsafeObjectError as error:
         (verdict.notes if options.trust_objects else verdict.faults).append(str(error))
 
