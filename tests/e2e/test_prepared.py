@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
@@ -74,6 +75,25 @@ def test_saves_of_multi_latent_attention_are_prepared_and_exact(
     other = {"TINY_LATENT_ATTENTION": {"two": "fused", "fused": "two"}[down_projections]}
     changed = pretraining.run(*LATENT, *LAYOUTS["pp2"], *STEPS, "--load", root, environment=other)
     assert "it is loaded by parameter" in changed.log
+
+
+def test_places_that_a_fork_of_megatron_has_in_an_attribute_are_those_of_each_save(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    experts: list[str | Path] = ["--num-experts", "4", "--expert-model-parallel-size", "2"]
+    changing = {"TINY_MUTATION": "wandering_experts:1"}
+    report, runs = tmp_path / "report.jsonl", {mode: tmp_path / mode for mode in ("on", "off")}
+    for mode, root in runs.items():
+        how = [*experts, "--datastates-prepared", mode, "--datastates-report-file", report]
+        pretraining.run(*how, *STEPS, *STOP, "--save", root, environment=changing)
+    reasons = [event["not_prepared_because"] or "" for event in saves(report)]
+    assert "the attribute placement of a SequentialMLP has changed" in reasons[1]
+    first, later = (Checkpoint.open(runs["off"] / f"iter_000000{step}") for step in (2, 4))
+    assert first.tensors.keys() == later.tensors.keys()
+    for step in (2, 4, LAST):
+        found, expected = (Checkpoint.open(root / f"iter_000000{step}") for root in runs.values())
+        for key in expected.tensors:
+            assert torch.equal(found.read_tensor(key), expected.read_tensor(key)), (step, key)
 
 
 def test_prepared_saves_that_copy_at_once_are_exact(pretraining: Pretraining, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.training import checkpointing, get_args
 from megatron.training import training as loop
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 MUTATION = "TINY_MUTATION"  # name:iteration, or name:iteration:rank
 
@@ -223,6 +224,36 @@ def moved_late(model: Any, optimizer: Any) -> None:
         return state
 
     _before_saves(moved)
+
+
+_BY_PLACEMENT = """
+def sharded_state_dict(self, *args, **options):
+    own = self.local_experts
+    self.local_experts = torch.nn.ModuleList([own[place] for place in self.placement])
+    try:
+        return megatrons(self, *args, **options)
+    finally:
+        self.local_experts = own
+"""
+
+
+@mutation
+def wandering_experts(model: Any, optimizer: Any) -> None:
+    """Exchanges the places of local experts every other step, by an attribute, as a fork of Megatron may."""
+    from megatron.core.transformer.moe import experts
+
+    experts.megatrons = experts.SequentialMLP.sharded_state_dict
+    exec(_BY_PLACEMENT, vars(experts))  # as if it were written there
+    experts.SequentialMLP.sharded_state_dict = experts.sharded_state_dict
+    found = [one for one in model[0].modules() if isinstance(one, experts.SequentialMLP)]
+    assert found
+
+    def place(*_: Any) -> None:
+        for one in found:
+            one.placement = [0, 1] if get_args().curr_iteration // 2 % 2 else [1, 0]
+
+    place()
+    register_optimizer_step_post_hook(place)
 
 
 @mutation
