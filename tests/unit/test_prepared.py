@@ -78,7 +78,7 @@ def make() -> torch.nn.Module:
     model[3].places = {"first": [(0, 1)], "second": [None, 2], "third": {1: {2}}}
     model[3].kind, model[3].count, model[3].size = Kind.A, np.int64(3), torch.Size([4, 3])
     model[3].dtype, model[3].rate = torch.bfloat16, math.nan
-    model[1].config = types.SimpleNamespace(experts=3)
+    model[1].config = types.SimpleNamespace(experts=3, place=None)
     model[2].many = [0] * 2000  # too many to look at in every save
     model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
     model[2].weight.requires_grad_(False)
@@ -161,7 +161,7 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: setattr(model[3].config, "experts", 4),
     lambda model: setattr(model[3].config, "names", ("a", "c")),
     lambda model: setattr(model[3], "seen", False),  # equal, and written in another way
-    lambda model: setattr(model[0], "place", 3),
+    lambda model: setattr(model[1].config, "place", 3),
     lambda model: model[3].places["first"].append((2, 3)),
     lambda model: model[3].places["second"].__setitem__(1, 7),
     lambda model: setattr(model[3], "kind", Kind.B),
@@ -203,6 +203,7 @@ def replace_what_is_not_stored(model: Any) -> None:
 def set_what_passes(model: Any) -> None:
     model.eval()
     model[0].current_microbatch = 7
+    model[0].place = torch.zeros(1)  # such as a part of the pass that is under way
     model[2].config.callback = print  # not plain
     model[2].experts, model[2].many[5] = [0, 1], 1
     model[3].places = copy.deepcopy(model[3].places)

@@ -1,9 +1,10 @@
 """Modules and configs of a model: what they hold, and their plain attributes.
 
 Megatron's own classes make keys and offsets of attributes that do not change while they train. Those of a
-fork may change, such as the places of experts. So the values of all plain attributes are compared, with four
-limits: the value is a number, a text, an enum, None, or a container of at most _MOST_ITEMS of these; it is an
-attribute of a module, or of what that has as `config`; and it is none of _PASSING.
+fork may change, such as the places of experts. So the values of all plain attributes are compared: those of
+modules, and of what these have as `config`, that are a number, a text, an enum, or a container of at most
+_MOST_ITEMS of these and of None. Not _PASSING, and of modules not what is None: those attributes are filled
+and emptied in each pass, and whenever one of a compared name is set, all have to be looked at.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 
 from megatron_datastates.engine import native
 
-_FREQUENT: frozenset[type] = frozenset([bool, int, float, str, type(None)])
+_FREQUENT: frozenset[type] = frozenset([bool, int, float, str])
 _PLAIN: tuple[type, ...] = (
     *_FREQUENT,
-    *(complex, bytes, range, enum.Enum, np.generic, torch.dtype, torch.device),
+    *(type(None), complex, bytes, range, enum.Enum, np.generic, torch.dtype, torch.device),
 )
 _MOST_ITEMS = 1000  # every save looks at all
 # What every module has (`training`), and what Megatron and Transformer Engine change in each iteration.
@@ -42,6 +43,7 @@ class Owners:
         members: attributes to compare, besides the plain ones.
         own: methods, which an object may have as attributes of its own.
         opaque: keys of values in `members` that do not matter.
+        with_none: also compares attributes that are None.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class Owners:
         members: Sequence[str] = (),
         own: Sequence[str] = (),
         opaque: Sequence[str] = (),
+        with_none: bool = False,
     ) -> None:
         self._modules, self._find = list(map(weakref.ref, modules)), find
         found = self._found()
-        self._plain = list(map(_plain_attributes, found))
+        self._plain = [_plain_attributes(one, with_none) for one in found]
         names = sorted(set(chain.from_iterable(self._plain)))
         self._structure = native.Structure(
             found, [], attributes=[*members, *names], own=list(own), opaque=list(opaque)
@@ -108,13 +111,13 @@ def with_configs(modules: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _plain_attributes(owner: Any) -> dict[str, Any]:
+def _plain_attributes(owner: Any, with_none: bool) -> dict[str, Any]:
     own, found = vars(owner), {}
     for name in own.keys() - _PASSING:
         value = own[name]
         if type(value) in _FREQUENT:
             found[name] = value
-        elif _is_plain(value):
+        elif (with_none or value is not None) and _is_plain(value):
             found[name] = copy.deepcopy(value)
     return found
 

@@ -86,7 +86,7 @@ class Survey:
             for some in by_class.values()
         ]
         if configured := with_configs(modules):
-            self._owners.append(Owners(configured, config_of))
+            self._owners.append(Owners(configured, config_of, with_none=True))
         self._of_optimizers = native.Structure([], self._containers(), attributes=[], own=[], opaque=["step"])
         tensors = self._choose_tensors()
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
