@@ -67,6 +67,8 @@ class SaveSession:
         self.turn = Turn()
         self._polls = Polls(self.collectives, self.turn)
         self.memory_wait_reported = False  # logged once
+        self._published: tuple[int, Path | None] = 0, None  # the last one's ordinal, and its directory
+        self._failed: list[int] = []  # the ordinals of later saves that have failed
         self._run_id: int | None = None
         self._ordinal = 0
 
@@ -79,6 +81,7 @@ class SaveSession:
         if not self.collectives.is_current():
             self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
             self._run_id, self._ordinal, self.links = None, 0, Links()
+            self._published, self._failed = (0, None), []
 
     @property
     def polls(self) -> Polls:
@@ -93,6 +96,21 @@ class SaveSession:
             self._run_id = self.collectives.share_from_first(secrets.randbits(63))
         self._ordinal += 1
         return SaveId(self._run_id, self._ordinal)
+
+    def on_end(self, publication: Publication) -> None:
+        """Counts failed saves. From the second one on, the errors say how many, on all ranks alike."""
+        context = publication.save.context
+        ordinal = context.save_id.ordinal
+        if publication.outcome is Outcome.PUBLISHED:
+            self._published = max(self._published, (ordinal, context.directory))
+            return
+        self._failed = [failed for failed in self._failed if failed > self._published[0]]
+        self._failed.append(ordinal)
+        if len(self._failed) > 1 and ordinal > self._published[0]:
+            last = f"since the last one published, {self._published[1]}"
+            if self._published[1] is None:
+                last = "and this job has published none"
+            publication.error = f"{publication.error} {len(self._failed)} saves have failed {last}."
 
 
 class Saver:
@@ -205,6 +223,7 @@ class Saver:
         publication.save.context = dataclasses.replace(publication.save.context, near=near)
 
     def _on_end(self, publication: Publication) -> None:
+        self.session.on_end(publication)
         if publication.outcome is Outcome.PUBLISHED:
             self._keep_link(publication)
         if self.near is not None and publication.publisher.far_published is not None:
