@@ -29,6 +29,7 @@ MODULES = {  # of the sub-commands
     "ls": "listing",
     "options": "options",
     "plan": "plan",
+    "preflight": "preflight",
     "prune": "prune",
     "repair": "repair",
     "report": "report",

@@ -71,7 +71,9 @@ class Collectives:
 
     @staticmethod
     def _device(group: dist.ProcessGroup | None = None) -> torch.device:
-        if "gloo" in str(dist.get_backend(group)):
+        # Not by the name of the backend: that of `init_process_group()` without one is "undefined".
+        group = _world() if group is None else group
+        if group is not None and torch.device("cpu") in group._device_types:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 

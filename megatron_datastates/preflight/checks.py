@@ -1,0 +1,77 @@
+"""The results of a preflight, of one rank and of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron_datastates.errors import DataStatesError, describe_error
+
+
+class Verdict(enum.IntEnum):
+    """What a check has found; of several, the largest counts."""
+
+    OK = 0
+    NOTE = 1  # works, and is worth knowing
+    FAILED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One result, for people.
+
+    Attributes:
+        name: what was looked at, the same on all ranks.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def ok(name: str, text: str) -> Check:
+    """Returns a good result."""
+    return Check(name, Verdict.OK, text)
+
+
+def noted(name: str, text: str) -> Check:
+    """Returns the result of what works, and is worth knowing."""
+    return Check(name, Verdict.NOTE, text)
+
+
+def failed(name: str, text: str) -> Check:
+    """Returns the result of what does not work."""
+    return Check(name, Verdict.FAILED, text)
+
+
+def tried(name: str, attempt: Callable[[], Check]) -> Check:
+    """Returns what an attempt returns, or why it has failed."""
+    try:
+        return attempt()
+    except (DataStatesError, OSError) as error:
+        return failed(name, describe_error(error))
+
+
+def merged(of_ranks: Sequence[Iterable[Check]], nodes: Sequence[str]) -> list[Check]:
+    """Returns the checks of all ranks, each name once.
+
+    Where ranks have found different things, the text is that of the first one with the worst verdict, with
+    its rank and node.
+    """
+    found: dict[str, list[tuple[int, Check]]] = {}
+    for rank, checks in enumerate(of_ranks):
+        for check in checks:
+            found.setdefault(check.name, []).append((rank, check))
+    return [_merged(of_name, nodes) for of_name in found.values()]
+
+
+def _merged(of_name: list[tuple[int, Check]], nodes: Sequence[str]) -> Check:
+    rank, worst = max(of_name, key=lambda pair: pair[1].verdict)  # of equal ones, the first
+    if len({check.text for _, check in of_name}) == 1:
+        return worst
+    alike = sum(check.verdict is worst.verdict for _, check in of_name)
+    where = f"rank {rank} on node {nodes[rank]}"
+    if worst.verdict is not Verdict.OK:
+        where = f"{alike} of {len(nodes)} ranks, first {where}"
+    return dataclasses.replace(worst, text=f"{worst.text} ({where})")

@@ -1,0 +1,171 @@
+"""A whole preflight: the checks in their order, on all ranks that were started."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_datastates.engine.memory import free_bytes, local_ranks
+from megatron_datastates.errors import DataStatesError, describe_error
+from megatron_datastates.preflight import storage
+from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
+from megatron_datastates.preflight.software import software
+from megatron_datastates.preflight.trial import State, Trial, save_and_load
+
+_KEPT = 2  # checkpoints that a trial has on storage at once, at most
+_MARGIN = 1.1
+
+
+@dataclasses.dataclass
+class Result:
+    """What a preflight has found, the same on all ranks.
+
+    Attributes:
+        trial: None if a check before it has failed, or a save.
+    """
+
+    ranks: int
+    nodes: int
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    trial: Trial | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return all(check.verdict is not Verdict.FAILED for check in self.checks)
+
+
+class Ranks:
+    """The ranks of a job of torchrun, or this process alone."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+            torch.cuda.set_device(local)
+            self.device = torch.device("cuda", local)
+        if self.size > 1:
+            torch.distributed.init_process_group()  # with the backends of a run
+        self.nodes = [str(node) for node in self.gathered(socket.gethostname())]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value)
+        return found
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+
+
+def preflight(
+    ranks: Ranks, directory: Path, size: int, saves: int, show: Callable[[str], None] = lambda text: None
+) -> Result:
+    """Looks at the software, the directory and the ranks, saves some times, and loads. Every rank calls it.
+
+    Args:
+        directory: made if it is not there; what is written in it is removed.
+        size: bytes of each rank's state.
+        saves: how many.
+        show: called with what is done next.
+    """
+    result = Result(ranks.size, len(set(ranks.nodes)))
+
+    def add(checks: list[Check]) -> bool:
+        result.checks += merged(ranks.gathered(checks), ranks.nodes)
+        return result.is_good
+
+    show("looking at the software")
+    if not add([*software(), _memory(ranks.device, size)]):
+        return result
+    with _folder(ranks, directory) as (folder, trouble):
+        if not add([] if trouble is None else [failed("directory", trouble)]):
+            return result
+        show(f"looking at {directory}")
+        token = folder.name
+        needed = int(size * ranks.size * min(_KEPT, saves) * _MARGIN)
+        placed = tried("own file", functools.partial(storage.place, folder, ranks.rank, token))
+        room = tried("file system", functools.partial(storage.file_system, directory, needed))
+        if not add([room, placed, *storage.calls(folder, ranks.rank)]):
+            return result
+        if not add([storage.visibility(folder, ranks.rank, ranks.nodes, token)]):
+            return result
+        show(f"saving {saves} times, then loading")
+        _try_out(ranks, State(ranks.rank, size, ranks.device), folder, saves, result)
+        if result.trial is not None:
+            fault = result.trial.fault
+            add([ok("load", "the same bits") if fault is None else failed("load", fault)])
+    return result
+
+
+def _try_out(ranks: Ranks, state: State, folder: Path, saves: int, result: Result) -> None:
+    def clean(number: int) -> None:
+        """Removes the checkpoint before the last one."""
+        if ranks.rank == 0 and number >= _KEPT:
+            shutil.rmtree(folder / f"save-{number - _KEPT}", ignore_errors=True)
+
+    try:
+        result.trial = save_and_load(
+            state,
+            folder,
+            saves,
+            largest=lambda value: max(ranks.gathered(value)),
+            total=lambda value: sum(ranks.gathered(value)),
+            before=clean,
+        )
+    except DataStatesError as error:  # the same on all ranks
+        result.checks.append(failed("save", describe_error(error)))
+    else:
+        result.checks.append(ok("save", f"{saves} of {saves} published"))
+
+
+def _memory(device: torch.device, size: int) -> Check:
+    if device.type == "cuda":
+        free, what = torch.cuda.mem_get_info(device)[0], "device"
+        needed = 2 * size  # the values that are compared are made there
+    else:
+        free, what = free_bytes(), "host"
+        needed = 2 * size * local_ranks()
+    text = f"{free / 1e9:,.1f} GB of {what} memory are free"
+    if needed > free:
+        return failed("memory", f"{text}: expected {needed / 1e9:,.1f} GB for this trial; see --size")
+    return ok("memory", text)
+
+
+@contextlib.contextmanager
+def _folder(ranks: Ranks, directory: Path) -> Iterator[tuple[Path, str | None]]:
+    """Makes a folder for a trial; yields it, and why it could not be made. Removes it at the end."""
+    token = ranks.gathered(secrets.token_hex(4))[0]
+    folder, trouble = directory / f"datastates-preflight-{token}", None
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        if ranks.rank == 0:
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                trouble = describe_error(error)
+        trouble = ranks.gathered(trouble)[0]
+        if trouble is None:
+            with contextlib.suppress(OSError):  # where it is not shared, `visibility` finds out
+                folder.mkdir(parents=True, exist_ok=True)
+        yield folder, trouble
+    finally:
+        if ranks.rank == 0 or os.environ.get("LOCAL_RANK") == "0":  # of a node that does not share it
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for path in made:
+                    path.rmdir()

@@ -1,0 +1,180 @@
+"""Checks of a directory: the calls that a save makes there, and whether all ranks see the same files."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
+
+_BLOCK = 4096
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
+_SECONDS = 30.0  # for which ranks look for the files of others
+_SLOW_SECONDS = 1.0
+_LOOK_SECONDS = 0.01
+
+
+def file_system(directory: Path, wanted_bytes: int) -> Check:
+    """Returns what the directory is on, and whether it has room for so many bytes."""
+    facts = os.statvfs(directory)
+    free = facts.f_bavail * facts.f_frsize
+    text = f"{_kind(directory)}, {free / 1e9:,.1f} GB free"
+    if free < wanted_bytes:
+        return failed(
+            "file system", f"{text}: expected {wanted_bytes / 1e9:,.1f} GB for this trial; see --size"
+        )
+    return ok("file system", text)
+
+
+def _kind(directory: Path) -> str:
+    """Returns the type of the file system, such as lustre."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    # Spaces and the like are escaped there; what is mounted later is over what was there.
+    inside = [(len(at), kind) for at, kind in mounts if directory.resolve().is_relative_to(_unescaped(at))]
+    return max(reversed(inside), key=lambda mount: mount[0])[1] if inside else "an unknown file system"
+
+
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def calls(folder: Path, rank: int) -> list[Check]:
+    """Tries, with files of this rank's own, what saves rely on."""
+    probes = {
+        "direct I/O": _direct,
+        "reserved space": _reserve,
+        "rename": _rename,
+        "hard links": _link,
+        "sync": _sync,
+    }
+    path = folder / f"calls-{rank}"
+    return [tried(name, functools.partial(probe, path)) for name, probe in probes.items()]
+
+
+def _direct(path: Path) -> Check:
+    block = mmap.mmap(-1, _BLOCK)
+    block[:] = os.urandom(_BLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o644)
+        try:
+            os.pwrite(descriptor, block, 0)
+            back = mmap.mmap(-1, _BLOCK)
+            os.preadv(descriptor, [back], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return noted("direct I/O", "refused: files are written through the page cache, which is slower")
+    if back[:] != block[:]:
+        return failed("direct I/O", "what was read is not what was written")
+    return ok("direct I/O", "works")
+
+
+def _reserve(path: Path) -> Check:
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, 256 * _BLOCK)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return noted(
+                "reserved space", "cannot be reserved: a full disk is noticed in the middle of a save"
+            )
+    return ok("reserved space", "works")
+
+
+def _rename(path: Path) -> Check:
+    old, new = path.with_name(f"{path.name}-old"), path.with_name(f"{path.name}-new")
+    old.write_text("old")
+    new.write_text("new")
+    with old.open() as reader:
+        new.replace(old)
+        held = reader.read()
+    if old.read_text() != "new" or new.exists():
+        return failed("rename", "a renamed file did not replace the one that had its name")
+    return ok("rename", "replaces files" + ("" if held == "old" else ", of readers, too"))
+
+
+def _link(path: Path) -> Check:
+    first, second = path.with_name(f"{path.name}-first"), path.with_name(f"{path.name}-second")
+    first.write_text("linked")
+    try:
+        os.link(first, second)
+    except OSError as error:
+        if error.errno not in (*_UNSUPPORTED, errno.EMLINK, errno.EXDEV):
+            raise
+        return noted("hard links", "refused: frozen tensors are written again in every checkpoint")
+    if not second.samefile(first):
+        return failed("hard links", "a hard link is not the file that it was made of")
+    return ok("hard links", "work")
+
+
+def _sync(path: Path) -> Check:
+    before = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(bytes(_BLOCK))
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    took = time.perf_counter() - before
+    if took > _SLOW_SECONDS:
+        return noted("sync", f"a file of 4 kB and its directory took {took:.1f} s to sync")
+    return ok("sync", "works")
+
+
+def place(folder: Path, rank: int, text: str) -> Check:
+    """Writes the file that other ranks look for."""
+    path = folder / f"rank-{rank}"
+    path.with_name(f"{path.name}.tmp").write_text(text)
+    path.with_name(f"{path.name}.tmp").replace(path)
+    return ok("own file", "was written")
+
+
+def visibility(folder: Path, rank: int, nodes: list[str], text: str) -> Check:
+    """Looks for the files that ranks have placed: rank 0 for those of all, the others for rank 0's."""
+    name = "shared directory"
+    wanted = dict(enumerate(nodes)) if rank == 0 else {0: nodes[0]}
+    begin = time.perf_counter()
+    missing = _awaited(wanted, lambda other: _is_there(folder / f"rank-{other}", text))
+    if missing:
+        count = f"{len(missing)} ranks" if len(missing) > 1 else "1 rank"
+        return failed(
+            name,
+            f"after {_SECONDS:.0f} s, this rank does not see the files of {count}, first of rank "
+            f"{missing[0]} on node {nodes[missing[0]]}: give a directory that all nodes share",
+        )
+    took = time.perf_counter() - begin
+    if took > _SLOW_SECONDS:
+        return noted(name, f"the files of other ranks were seen after {took:.1f} s")
+    if len(nodes) == 1:
+        return ok(
+            name, "there is one rank: with torchrun, on all nodes, this finds out whether they share it"
+        )
+    return ok(name, "all ranks see the same files")
+
+
+def _awaited(wanted: dict[int, str], is_there: Callable[[int], bool]) -> list[int]:
+    deadline, missing = time.monotonic() + _SECONDS, list(wanted)
+    while True:
+        missing = [other for other in missing if not is_there(other)]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(_LOOK_SECONDS)
+
+
+def _is_there(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except FileNotFoundError:
+        return False

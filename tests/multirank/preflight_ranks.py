@@ -1,0 +1,25 @@
+"""Ranks that run a preflight, each in the working directory of its node."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from saving_rank import report
+
+from megatron_datastates.preflight import run, storage
+
+
+def preflight(nodes: list[str], folder: str) -> None:
+    """The directory is `run`, below the working directory, which ranks on one node share."""
+    storage._SECONDS = 1.0
+    torch.cuda.is_available = lambda: False  # the stand-ins for Megatron on a CPU pretend that there is a GPU
+    ranks = run.Ranks()
+    assert dist.get_backend() == "undefined", "that of a program that has named none"
+    os.environ["LOCAL_RANK"] = "0"
+    os.chdir(nodes[ranks.rank])
+    result = run.preflight(ranks, Path("run"), 2 << 20, saves=2)
+    checks = {check.name: [check.verdict.name, check.text] for check in result.checks}
+    trial = None if result.trial is None else {"bytes": result.trial.bytes, "fault": result.trial.fault}
+    report(folder, good=result.is_good, checks=checks, trial=trial)
+    ranks.close()

@@ -1,0 +1,24 @@
+"""datastates preflight on several ranks."""
+
+from pathlib import Path
+
+from tests.support.world import World
+
+
+def test_ranks_that_share_a_directory(world: World, tmp_path: Path) -> None:
+    first, second = world.run("preflight_ranks:preflight", [str(tmp_path)] * 2)
+    assert first == second and first["good"]
+    assert first["trial"] == {"bytes": 4 << 20, "fault": None}
+    assert first["checks"]["shared directory"] == ["OK", "all ranks see the same files"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_nodes_that_do_not_share_it(world: World, tmp_path: Path) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    first, second = world.run("preflight_ranks:preflight", [str(node) for node in nodes])
+    assert first == second and not first["good"] and first["trial"] is None
+    verdict, text = first["checks"]["shared directory"]
+    assert verdict == "FAILED" and "does not see the files of 1 rank" in text and "2 of 2 ranks" in text
+    assert [list(node.iterdir()) for node in nodes] == [[], []]

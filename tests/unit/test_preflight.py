@@ -1,0 +1,198 @@
+"""datastates preflight: what it tries before a run, and what it finds where that does not work."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_datastates.errors import HookPointError
+from megatron_datastates.preflight import run as whole
+from megatron_datastates.preflight import software, storage
+from megatron_datastates.preflight import trial as trials
+from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, noted, ok
+from tests.unit.command import json_of, run
+
+SMALL = ("--size", "2MiB", "--saves", "2")
+
+
+def verdicts(result: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["verdict"] for check in result["checks"]}
+
+
+def text_of(result: dict[str, Any], name: str) -> str:
+    return next(str(check["text"]) for check in result["checks"] if check["name"] == name)
+
+
+def test_all_is_good_here_and_nothing_is_left(tmp_path: Path) -> None:
+    code, printed, notes = run("preflight", tmp_path / "not" / "there", *SMALL)
+    assert code == 0, printed
+    assert printed.rstrip().endswith("preflight: OK")
+    assert "1 rank on 1 node" in printed and "--rate-per all" in printed
+    assert "saving 2 times, then loading" in notes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_checks_and_rates(tmp_path: Path) -> None:
+    found = json_of("preflight", tmp_path, *SMALL)
+    assert found["good"] is True and (found["ranks"], found["nodes"]) == (1, 1)
+    assert verdicts(found)["load"] == verdicts(found)["save"] == "ok"
+    trial = found["trial"]
+    assert trial["bytes"] == 2 << 20 and len(trial["start_ms"]) == len(trial["durable_s"]) == 2
+    assert trial["write_rate"] > 0 and trial["load_rate"] > 0 and trial["fault"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bytes_of_each_save_rank_and_tensor_differ() -> None:
+    states = [trials.State(rank, 2 << 20, torch.device("cpu")) for rank in (0, 1)]
+    seen = set()
+    for state in states:
+        for save in (0, 1):
+            state.fill(save)
+            assert state.wrong(save) == [] and state.wrong(save + 1) == list(state.tensors)
+            seen |= {tuple(tensor[:100].tolist()) for tensor in state.tensors.values()}
+        assert sum(tensor.nbytes for tensor in state.tensors.values()) == 2 << 20
+    assert len(seen) == 2 * 2 * len(states[0].tensors)
+
+
+def test_one_wrong_bit_in_what_was_loaded_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trials.load
+
+    def load(directory: Path, into: dict[str, torch.Tensor]) -> Any:
+        found = original(directory, into=into)
+        into["rank0.large0"][77] ^= 4
+        return found
+
+    monkeypatch.setattr(trials, "load", load)
+    found = json_of("preflight", tmp_path, *SMALL, code=1)
+    assert verdicts(found)["load"] == "failed" and "first 'rank0.large0'" in text_of(found, "load")
+    assert "1 tensor " in text_of(found, "load")
+
+
+def test_a_failed_save_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DATASTATES_FAULTS", "sync:1:EIO")
+    found = json_of("preflight", tmp_path, *SMALL, code=1)
+    assert found["trial"] is None and "(errno 5)" in text_of(found, "save")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that lets calls of the module `os` fail."""
+
+    def refuse(name: str, code: int, flags: int = 0) -> None:
+        original = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" or args[1] & flags:
+                raise OSError(code, os.strerror(code))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(storage.os, name, call)
+
+    yield refuse
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "words"),
+    [
+        ("direct I/O", ("open", errno.EINVAL, os.O_DIRECT), "page cache"),
+        ("reserved space", ("posix_fallocate", errno.EOPNOTSUPP), "a full disk is noticed in the middle"),
+        ("hard links", ("link", errno.EPERM), "written again in every checkpoint"),
+    ],
+)
+def test_what_saves_do_without_is_noted(
+    refusing: Any, tmp_path: Path, name: str, call: Any, words: str
+) -> None:
+    refusing(*call)
+    checks = {check.name: check for check in storage.calls(tmp_path, 3)}
+    assert {check.verdict for check in checks.values()} == {Verdict.OK, Verdict.NOTE}
+    assert checks[name].verdict is Verdict.NOTE and words in checks[name].text
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("sync", ("fsync", errno.EIO)), ("direct I/O", ("open", errno.EACCES, os.O_DIRECT))],
+)
+def test_what_saves_need_fails_by_name(refusing: Any, tmp_path: Path, name: str, call: Any) -> None:
+    refusing(*call)
+    checks = {check.name: check for check in storage.calls(tmp_path, 3)}
+    assert [check.name for check in checks.values() if check.verdict is Verdict.FAILED] == [name]
+    assert os.strerror(call[1]) in checks[name].text
+
+
+def test_no_room_is_found_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "free_bytes", lambda: 1 << 60)
+    found = json_of("preflight", tmp_path, "--size", "1000TB", code=1)
+    assert "--size" in text_of(found, "file system") and found["trial"] is None
+    assert "save" not in verdicts(found)
+
+
+def test_no_memory_is_found_first(tmp_path: Path) -> None:
+    found = json_of("preflight", tmp_path, "--size", "1000TB", code=1)
+    assert verdicts(found)["memory"] == "failed" and "file system" not in verdicts(found)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = json_of("preflight", tmp_path / "file" / "run", *SMALL, code=1)
+    assert verdicts(found)["directory"] == "failed" and "Not a directory" in text_of(found, "directory")
+
+
+@pytest.mark.parametrize("size", ["1KiB", "many"])
+def test_a_size_that_makes_no_sense_is_refused(tmp_path: Path, size: str) -> None:
+    code, _, reported = run("preflight", tmp_path, "--size", size)
+    assert code == 2 and f"--size {size}" in reported
+    assert run("preflight", "msc://profile/run")[0] == 2
+
+
+def test_files_of_other_ranks_that_are_missing_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_SECONDS", 0.05)
+    nodes = ["a", "a", "b", "b"]
+    for rank in (0, 1):
+        storage.place(tmp_path, rank, "this one")
+    storage.place(tmp_path, 3, "an older one")
+    of_first = storage.visibility(tmp_path, 0, nodes, "this one")
+    assert of_first.verdict is Verdict.FAILED and "of 2 ranks, first of rank 2 on node b" in of_first.text
+    assert storage.visibility(tmp_path, 3, nodes, "this one").verdict is Verdict.OK
+    (tmp_path / "rank-0").unlink()
+    assert "of 1 rank, first of rank 0 on node a" in storage.visibility(tmp_path, 3, nodes, "this one").text
+
+
+def test_results_of_ranks_are_merged() -> None:
+    nodes = ["a", "a", "b"]
+    same = [ok("one", "works")]
+    assert merged([same, same, same], nodes) == same
+    some = [[ok("one", "5 GB")], [ok("one", "4 GB")], [ok("one", "5 GB")]]
+    assert merged(some, nodes) == [ok("one", "5 GB (rank 0 on node a)")]
+    bad = [[ok("one", "works")], [failed("one", "no")], [failed("one", "no, too"), noted("two", "hm")]]
+    assert merged(bad, nodes) == [
+        Check("one", Verdict.FAILED, "no (2 of 3 ranks, first rank 1 on node a)"),
+        noted("two", "hm"),
+    ]
+
+
+def test_missing_hook_points_and_untested_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software.versions, "installed_version", lambda: "0.31.0+abc")
+    (megatron,) = software._megatron()
+    assert megatron.verdict is Verdict.NOTE and "0.31.0 is untested" in megatron.text
+
+    def attach() -> None:
+        raise HookPointError("megatron-core 0.31.0 has no such.thing")
+
+    monkeypatch.setattr(software, "attach_saving", attach)
+    (megatron,) = software._megatron()
+    assert megatron.verdict is Verdict.FAILED and "such.thing" in megatron.text
+
+
+def test_torch_that_does_not_activate_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software._activation().verdict is Verdict.OK
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in software._activation().text
+    monkeypatch.setattr(software, "entry_points", lambda group: ())
+    assert "not installed" in software._activation().text
