@@ -42,6 +42,7 @@ PICTURES = {  # in the order in which they are run
     "import": "import llama runs/tuned",
     "prune": "prune runs/gpt --keep-last 2 --yes",
     "plan": "plan --params 70B --tp 8 --pp 4 --dp 8 --rate 10GB/s",
+    "preflight": "preflight runs/gpt",
     "report": "report report.jsonl",
     "options": "options",
 }

@@ -98,9 +98,8 @@ def preflight(
         show(f"looking at {directory}")
         token = folder.name
         needed = int(size * ranks.size * min(_KEPT, saves) * _MARGIN)
-        placed = tried("own file", functools.partial(storage.place, folder, ranks.rank, token))
         room = tried("file system", functools.partial(storage.file_system, directory, needed))
-        if not add([room, placed, *storage.calls(folder, ranks.rank)]):
+        if not add([room, *storage.calls(folder, ranks.rank, token)]):
             return result
         if not add([storage.visibility(folder, ranks.rank, ranks.nodes, token)]):
             return result

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_datastates.pipeline.publishing.presence import VISIBLE_SECONDS
 from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
 
 _BLOCK = 4096
@@ -44,12 +45,12 @@ def _unescaped(path: str) -> str:
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
 
 
-def calls(folder: Path, rank: int) -> list[Check]:
-    """Tries, with files of this rank's own, what saves rely on."""
+def calls(folder: Path, rank: int, token: str) -> list[Check]:
+    """Tries, with files of this rank's own, what saves rely on. Places the one that other ranks look for."""
     probes = {
         "direct I/O": _direct,
         "reserved space": _reserve,
-        "rename": _rename,
+        "rename": functools.partial(_rename, token=token),
         "hard links": _link,
         "sync": _sync,
     }
@@ -90,14 +91,14 @@ def _reserve(path: Path) -> Check:
     return ok("reserved space", "works")
 
 
-def _rename(path: Path) -> Check:
-    old, new = path.with_name(f"{path.name}-old"), path.with_name(f"{path.name}-new")
+def _rename(path: Path, token: str) -> Check:
+    old, new = _placed(path.parent, path.name.removeprefix("calls-")), path.with_name(f"{path.name}-new")
     old.write_text("old")
-    new.write_text("new")
+    new.write_text(token)
     with old.open() as reader:
         new.replace(old)
         held = reader.read()
-    if old.read_text() != "new" or new.exists():
+    if old.read_text() != token or new.exists():
         return failed("rename", "a renamed file did not replace the one that had its name")
     return ok("rename", "replaces files" + ("" if held == "old" else ", of readers, too"))
 
@@ -133,20 +134,16 @@ def _sync(path: Path) -> Check:
     return ok("sync", "works")
 
 
-def place(folder: Path, rank: int, text: str) -> Check:
-    """Writes the file that other ranks look for."""
-    path = folder / f"rank-{rank}"
-    path.with_name(f"{path.name}.tmp").write_text(text)
-    path.with_name(f"{path.name}.tmp").replace(path)
-    return ok("own file", "was written")
+def _placed(folder: Path, rank: int | str) -> Path:
+    return folder / f"rank-{rank}"
 
 
-def visibility(folder: Path, rank: int, nodes: list[str], text: str) -> Check:
-    """Looks for the files that ranks have placed: rank 0 for those of all, the others for rank 0's."""
+def visibility(folder: Path, rank: int, nodes: list[str], token: str) -> Check:
+    """Looks for the files that `calls` has placed: rank 0 for those of all, the others for rank 0's."""
     name = "shared directory"
     wanted = dict(enumerate(nodes)) if rank == 0 else {0: nodes[0]}
     begin = time.perf_counter()
-    missing = _awaited(wanted, lambda other: _is_there(folder / f"rank-{other}", text))
+    missing = _awaited(wanted, lambda other: _is_there(_placed(folder, other), token))
     if missing:
         count = f"{len(missing)} ranks" if len(missing) > 1 else "1 rank"
         return failed(
@@ -156,7 +153,8 @@ def visibility(folder: Path, rank: int, nodes: list[str], text: str) -> Check:
         )
     took = time.perf_counter() - begin
     if took > _SLOW_SECONDS:
-        return noted(name, f"the files of other ranks were seen after {took:.1f} s")
+        text = f"files of others were seen after {took:.1f} s; saves wait {VISIBLE_SECONDS:g} s for them"
+        return failed(name, text) if took > VISIBLE_SECONDS else noted(name, text)
     if len(nodes) == 1:
         return ok(
             name, "there is one rank: with torchrun, on all nodes, this finds out whether they share it"
@@ -173,8 +171,8 @@ def _awaited(wanted: dict[int, str], is_there: Callable[[int], bool]) -> list[in
         time.sleep(_LOOK_SECONDS)
 
 
-def _is_there(path: Path, text: str) -> bool:
+def _is_there(path: Path, token: str) -> bool:
     try:
-        return path.read_text() == text
+        return path.read_text() == token
     except FileNotFoundError:
         return False

@@ -108,7 +108,7 @@ def test_what_saves_do_without_is_noted(
     refusing: Any, tmp_path: Path, name: str, call: Any, words: str
 ) -> None:
     refusing(*call)
-    checks = {check.name: check for check in storage.calls(tmp_path, 3)}
+    checks = {check.name: check for check in storage.calls(tmp_path, 3, "this one")}
     assert {check.verdict for check in checks.values()} == {Verdict.OK, Verdict.NOTE}
     assert checks[name].verdict is Verdict.NOTE and words in checks[name].text
 
@@ -119,7 +119,7 @@ def test_what_saves_do_without_is_noted(
 )
 def test_what_saves_need_fails_by_name(refusing: Any, tmp_path: Path, name: str, call: Any) -> None:
     refusing(*call)
-    checks = {check.name: check for check in storage.calls(tmp_path, 3)}
+    checks = {check.name: check for check in storage.calls(tmp_path, 3, "this one")}
     assert [check.name for check in checks.values() if check.verdict is Verdict.FAILED] == [name]
     assert os.strerror(call[1]) in checks[name].text
 
@@ -155,13 +155,25 @@ def test_files_of_other_ranks_that_are_missing_are_named(
     monkeypatch.setattr(storage, "_SECONDS", 0.05)
     nodes = ["a", "a", "b", "b"]
     for rank in (0, 1):
-        storage.place(tmp_path, rank, "this one")
-    storage.place(tmp_path, 3, "an older one")
+        storage.calls(tmp_path, rank, "this one")
+    storage.calls(tmp_path, 3, "an older one")
     of_first = storage.visibility(tmp_path, 0, nodes, "this one")
     assert of_first.verdict is Verdict.FAILED and "of 2 ranks, first of rank 2 on node b" in of_first.text
     assert storage.visibility(tmp_path, 3, nodes, "this one").verdict is Verdict.OK
     (tmp_path / "rank-0").unlink()
     assert "of 1 rank, first of rank 0 on node a" in storage.visibility(tmp_path, 3, nodes, "this one").text
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(1.5, Verdict.NOTE), (3.5, Verdict.FAILED)])
+def test_files_that_appear_late_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, verdict: Verdict
+) -> None:
+    """A save waits three seconds for files of other nodes."""
+    storage.calls(tmp_path, 0, "this one")
+    times = iter([10.0, 10.0 + seconds])
+    monkeypatch.setattr(storage.time, "perf_counter", lambda: next(times))
+    found = storage.visibility(tmp_path, 0, ["a"], "this one")
+    assert found.verdict is verdict and f"after {seconds} s; saves wait 3 s" in found.text
 
 
 def test_results_of_ranks_are_merged() -> None:

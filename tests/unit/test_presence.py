@@ -22,7 +22,7 @@ from megatron_datastates.pipeline.publishing.presence import missing_files, requ
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "VISIBLE_SECONDS", 0.05)
 
 
 def naming(size: int) -> Any:

@@ -437,7 +437,7 @@ def test_a_save_that_lost_its_files_to_prune_does_not_publish(root, monkeypatch)
     resumed.begin()
     for path in place(root, 100).iterdir():
         age(path, 9000)
-    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "VISIBLE_SECONDS", 0.05)
     prune(root, RetentionRules(keep_last=4))
     assert resumed.publication.wait() is Outcome.FAILED
     resumed.saver.close()

@@ -43,7 +43,7 @@ from tests.unit.states import State, new_saver, save
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "VISIBLE_SECONDS", 0.05)
 
 
 def tensors(number: int) -> dict[str, torch.Tensor]:
@@ -168,7 +168,7 @@ def test_an_earlier_checkpoint_survives_a_save_that_lost_its_files(tmp_path, mon
 @pytest.mark.parametrize("function", ["_file_sizes", "read_regular"])
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
 def test_errors_of_a_network_file_system_may_pass(saver, tmp_path, monkeypatch, function, code):
-    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
+    monkeypatch.setattr(presence, "VISIBLE_SECONDS", 10.0)
     works, calls = getattr(presence, function), itertools.count()
 
     def fails_twice(*args):
@@ -202,7 +202,7 @@ def test_while_the_new_manifest_cannot_be_read_nothing_is_removed(tmp_path, monk
 
 
 def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
+    monkeypatch.setattr(presence, "VISIBLE_SECONDS", 10.0)
     missing, looks = presence.missing_files, itertools.count()
     monkeypatch.setattr(
         presence, "missing_files", lambda *args: ["data"] if next(looks) < 2 else missing(*args)

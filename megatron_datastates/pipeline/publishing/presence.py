@@ -23,7 +23,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file
 from megatron_datastates.threads import ThreadPool
 
 T = TypeVar("T")
-_VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0, and for errors to pass
+VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0, and for errors to pass
 _OBJECT_THREADS = 16  # each waits for one answer at a time
 
 
@@ -48,7 +48,7 @@ def require_files(directory: Path, manifest: Manifest) -> None:
                 f"files that ranks have written were not found in {directory}: {some_of(wrong, 3)} "
                 "(is --save on storage that all ranks share? does another job save or prune there?)"
             )
-        time.sleep(_VISIBLE_SECONDS / 10)
+        time.sleep(VISIBLE_SECONDS / 10)
 
 
 def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> None:
@@ -84,7 +84,7 @@ class _Patience:
         """Called after each look that was in vain. Not over after the first."""
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline = now + _VISIBLE_SECONDS
+            self._deadline = now + VISIBLE_SECONDS
         return now > self._deadline
 
 
@@ -104,7 +104,7 @@ def _persistently(look: Callable[[], T]) -> T:
         except OSError:
             if patience.is_over():
                 raise
-        time.sleep(_VISIBLE_SECONDS / 10)
+        time.sleep(VISIBLE_SECONDS / 10)
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[str]:
