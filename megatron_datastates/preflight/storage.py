@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import mmap
 import os
 import re
@@ -47,15 +46,14 @@ def _unescaped(path: str) -> str:
 
 def calls(folder: Path, rank: int, token: str) -> list[Check]:
     """Tries, with files of this rank's own, what saves rely on. Places the one that other ranks look for."""
-    probes = {
-        "direct I/O": _direct,
-        "reserved space": _reserve,
-        "rename": functools.partial(_rename, token=token),
-        "hard links": _link,
-        "sync": _sync,
-    }
     path = folder / f"calls-{rank}"
-    return [tried(name, functools.partial(probe, path)) for name, probe in probes.items()]
+    return [
+        tried("direct I/O", lambda: _direct(path)),
+        tried("reserved space", lambda: _reserve(path)),
+        tried("rename", lambda: _rename(path, _placed(folder, rank), token)),
+        tried("hard links", lambda: _link(path)),
+        tried("sync", lambda: _sync(path)),
+    ]
 
 
 def _direct(path: Path) -> Check:
@@ -91,8 +89,8 @@ def _reserve(path: Path) -> Check:
     return ok("reserved space", "works")
 
 
-def _rename(path: Path, token: str) -> Check:
-    old, new = _placed(path.parent, path.name.removeprefix("calls-")), path.with_name(f"{path.name}-new")
+def _rename(path: Path, old: Path, token: str) -> Check:
+    new = path.with_name(f"{path.name}-new")
     old.write_text("old")
     new.write_text(token)
     with old.open() as reader:
@@ -134,7 +132,7 @@ def _sync(path: Path) -> Check:
     return ok("sync", "works")
 
 
-def _placed(folder: Path, rank: int | str) -> Path:
+def _placed(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 
