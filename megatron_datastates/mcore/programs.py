@@ -15,7 +15,12 @@ from megatron_datastates.config import Options, options_of_call
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.providers import Providers, register
-from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy, Transform
+from megatron_datastates.mcore.save.strategy import (
+    DataStatesSaveStrategy,
+    TrainingSaveStrategy,
+    Transform,
+    use_transform,
+)
 from megatron_datastates.pipeline.saver_pool import saver_for
 
 logger = logging.getLogger(__name__)
@@ -43,7 +48,8 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
             that has it: state providers by name, or with an attribute `name`
             (megatron_datastates.providers). Another call adds to them.
         transform: what each save makes of the provider of Megatron's state, such as
-            `lambda state: Cast(state, torch.bfloat16, "*exp_avg*")`; None: nothing.
+            `lambda state: Cast(state, torch.bfloat16, "*exp_avg*")`; None: nothing. It also holds for
+            `--ckpt-format datastates`, whose other options come from the command line.
         options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the
             others come from the environment. `lazy=True` is a promise: Parameters, and the memory of
             optimizers, are changed and freed only in optimizer steps, or after a call of
@@ -58,15 +64,14 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
     """
     chosen = options_of_call(options, "enable", lazy=False)
     register(providers)
+    use_transform(transform)
     how = "before a save returns"
     if chosen.lazy:
         how = "lazily: memory must not change before an optimizer's step or megatron_datastates.fence()"
-    take_over(chosen, lambda: chosen.lazy, how, transform)
+    take_over(chosen, lambda: chosen.lazy, how)
 
 
-def take_over(
-    chosen: Options, in_loop: Callable[[], bool], how: str, transform: Transform | None = None
-) -> None:
+def take_over(chosen: Options, in_loop: Callable[[], bool], how: str) -> None:
     """Puts a strategy of ours in place of torch_dist's, in every module that has imported it.
 
     Args:
@@ -82,11 +87,11 @@ def take_over(
         """Accepts and ignores the arguments of the strategy that it replaces."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(options=chosen, in_loop=in_loop, transform=transform)
+            super().__init__(options=chosen, in_loop=in_loop)
             _made.add(self)
 
     for made in _made:  # programs keep a strategy for all their saves
-        made.change(chosen, in_loop, transform)
+        made.change(chosen, in_loop)
     holders = []
     for holder in list(sys.modules.values()):
         names = getattr(holder, "__dict__", {})

@@ -11,6 +11,7 @@ import pytest
 import megatron_datastates as ds
 from megatron_datastates.format.codecs import PLANES
 from tests.e2e.conftest import STEPS, Reference
+from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 
@@ -37,3 +38,16 @@ def test_a_resume_from_compressed_checkpoints_is_exact(
     command = [sys.executable, "-m", "megatron_datastates", "verify", str(checkpoints.root / "iter_0000003")]
     verified = subprocess.run(command, capture_output=True, text=True)
     assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+@pytest.mark.parametrize("backend", ["datastates", "torch_dist"])
+def test_what_a_program_transforms_is_transformed_whatever_format_it_asks_for(
+    backend: str, forge: RankForge, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    how = [*LAYOUTS["tp2"], "--train-iters", "2", "--ckpt-format", backend, "--use-distributed-optimizer"]
+    Pretraining(forge, tmp_path / "runs", target="casting_rank:main").run(*how, "--save", checkpoints.root)
+    stored = ds.open(checkpoints.at(2)).tensors
+    moments = {tensor.dtype for key, tensor in stored.items() if "exp_avg" in key}
+    assert moments == {"bfloat16"}
+    assert "float32" in {tensor.dtype for tensor in stored.values()}, "main parameters are as they were"

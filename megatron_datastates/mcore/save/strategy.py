@@ -46,12 +46,18 @@ from megatron_datastates.providers.base import StateProvider
 
 Transform = Callable[[StateProvider], StateProvider]
 FarPublished = Callable[[Path], Callable[[SaveId, bool], None] | None]
+_of_program: list[Transform | None] = [None]  # the one of `enable`
 _DETERMINE = "determine_main_replica_uniform_distribution"
 _DISTRIBUTE = "distribute_main_replicas_with_precomputed_distribution"
 
 
 def _is_not_known(*args: Any) -> None:
     return None
+
+
+def use_transform(transform: Transform | None) -> None:
+    """Sets what later saves of training loops make of the provider of Megatron's state."""
+    _of_program[0] = transform
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -90,6 +96,10 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def is_lazy(self) -> bool:
         """Returns whether a save started now may read the caller's memory after it has returned."""
         return self.assume_immutable
+
+    def transform(self) -> Transform | None:
+        """Returns what a save started now makes of the provider of Megatron's state."""
+        return self._transform
 
     def classifier(self) -> mutability.Classify:
         """Returns the function that classifies the tensors of a save started now."""
@@ -145,7 +155,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         extras: PublicationExtras,
     ) -> Publication:
         def providers() -> dict[str, StateProvider]:
-            own = state if self._transform is None else self._transform(state)
+            transform = self.transform()
+            own = state if transform is None else transform(state)
             return {"": own, **registered(self.options.providers)}
 
         publication = saver_for(self.options).start(
@@ -176,19 +187,21 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         options: Options | None = None,
         in_loop: Callable[[], bool] = lambda: True,
         started: Callable[[Publication], None] = lambda publication: None,
-        transform: Transform | None = None,
         far_published: FarPublished = _is_not_known,
         origin: Callable[[], Origin | None] = _is_not_known,
     ) -> None:
-        super().__init__(options=options, transform=transform)
+        super().__init__(options=options)
         self._in_loop = in_loop
         self._started = started
         self._far_published = far_published
         self._origin = origin
 
-    def change(self, options: Options, in_loop: Callable[[], bool], transform: Transform | None) -> None:
+    def change(self, options: Options, in_loop: Callable[[], bool]) -> None:
         """Changes how later saves are made."""
-        self.options, self._in_loop, self._transform = options, in_loop, transform
+        self.options, self._in_loop = options, in_loop
+
+    def transform(self) -> Transform | None:
+        return _of_program[0]
 
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         request = super().async_save(*args, **kwargs)
