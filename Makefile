@@ -26,8 +26,8 @@ demo: env ## train, kill, resume and verify on a CPU (recipes/demo.py)
 # Tests marked `long` are in `make test-long`.
 test: lint ## run the linters and all tests but long ones (of those with ranks, one case each), or what ARGS selects
 ifeq ($(ARGS),)
-	@$(BIN)/python -m pytest -n 2 -m "not long" tests/golden tests/native tests/unit
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --first-case -m "not long" $(RANK_TESTS)
+	@$(BIN)/python -m pytest -n 2 --durations 25 --durations-min 2 -m "not long" tests/golden tests/native tests/unit
+	@$(BIN)/python -m pytest -n 2 --durations 25 --durations-min 2 --dist loadfile --first-case -m "not long" $(RANK_TESTS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
