@@ -55,7 +55,8 @@ class Ranks:
             torch.cuda.set_device(local)
             self.device = torch.device("cuda", local)
         if self.size > 1:
-            torch.distributed.init_process_group()  # with the backends of a run
+            # As Megatron does; without a GPU, the default of torch.
+            torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else None)
         self.nodes = [str(node) for node in self.gathered(socket.gethostname())]
 
     def gathered(self, value: Any) -> list[Any]:
