@@ -117,6 +117,11 @@ class Publication:
         return self.outcome is Outcome.PENDING and self._abandoned_because is None
 
     @property
+    def is_at_work(self) -> bool:
+        """Returns whether it is under way, or its threads may yet remove what it has made."""
+        return self.outcome is not Outcome.PUBLISHED and (self.is_under_way or not self.join(0.0))
+
+    @property
     def state(self) -> State:
         """Returns the outcome once the ranks have agreed on it, and before that this rank's milestone."""
         if self.outcome is Outcome.PENDING:
