@@ -90,8 +90,6 @@ class Publication:
         self.publisher = Publisher(save, layouts, faults, extras or PublicationExtras(), far_published)
         self.collectives = polls.collectives
         self._polls, self._layouts, self._ended = polls, layouts, ended
-        if released is not None:
-            save.released_callback = functools.partial(released, self)
         self.is_awaited = False  # the trainer does nothing but wait for this save
         self._lateness = Lateness(save.context.directory, save.context.rank)
         self._lateness_of_others = LatenessOfOthers(save.context.directory, self.collectives.size)
@@ -110,11 +108,18 @@ class Publication:
         self.not_prepared_because = ""  # if a reason is known
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
+        if released is not None:  # last: an interrupt may have the trainer released at once
+            save.released_callback = functools.partial(released, self)
 
     @property
     def is_under_way(self) -> bool:
         """Returns whether the save began and is not over. Between polls the same on every rank."""
         return self.outcome is Outcome.PENDING and self._abandoned_because is None
+
+    @property
+    def is_at_work(self) -> bool:
+        """Returns whether it is under way, or its threads may yet remove what it has made."""
+        return self.outcome is not Outcome.PUBLISHED and (self.is_under_way or not self.join(0.0))
 
     @property
     def state(self) -> State:

@@ -65,6 +65,7 @@ class SaveSession:
         self.links = Links()
         self.collectives = Collectives()
         self.turn = Turn()
+        self.begun: list[Publication] = []  # all that may yet change something in their directories
         self._polls = Polls(self.collectives, self.turn)
         self.memory_wait_reported = False  # logged once
         self._published: tuple[int, Path | None] = 0, None  # the last one's ordinal, and its directory
@@ -214,6 +215,7 @@ class Saver:
                 raise
         finally:
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
+            self.session.begun = [p for p in self.session.begun if p.is_at_work] + [publication]
 
     def _choose_tier(self, tier: NearTier, publication: Publication, plan: StatePlan) -> None:
         # Until a first save has shown its size, an upper bound: encoding only makes tensors smaller.
@@ -266,13 +268,11 @@ class Saver:
     def _link(self, plan: StatePlan, context: SaveContext) -> Link | None:
         """Returns a link to the last checkpoint's file of stable tensors, if there is one to be had.
 
-        Not beside another save to the same directory: whichever of them is published last removes what only
-        the other one names.
+        Not beside another save to the same directory, whichever saver began it: the one that is published
+        last removes what only the other one names, and one that has failed may yet remove its link.
         """
-        # Those of this process's other savers, too.
-        others = [p for p in self.session.polls.saves if isinstance(p, Publication) and p.is_under_way]
-        contexts = [p.save.context for p in (*self._under_way(), *others) if p.save.context is not context]
-        if plan.stable is None or context.directory in [one.directory for one in contexts]:
+        others = [p.save.context.directory for p in self.session.begun if p.is_at_work]
+        if plan.stable is None or context.directory in others:
             return None
         file = self.session.links.find(context.folder, plan.stable.layout.digest)
         return Link(file, context.folder, self._faults) if file is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import math
@@ -47,7 +48,7 @@ from megatron_datastates.errors import (
     StorageError,
 )
 from megatron_datastates.format.manifest import Manifest, OtherFile
-from megatron_datastates.format.values import is_dcp_file_name
+from megatron_datastates.format.values import SaveId, is_dcp_file_name
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing import directory_publisher, layouts
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
@@ -797,6 +798,21 @@ def test_a_coordinator_does_not_keep_the_layouts_of_all_saves(
     for size in (1, 20):
         found = load({f"w{i}": torch.zeros(size) for i in range(8)}, tmp_path / str(size))
         assert all(torch.equal(one, torch.ones(size)) for one in found.values())
+
+
+def test_nothing_is_kept_of_a_save_for_the_life_of_the_process(tmp_path: Path) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one) is SaveId for one in gc.get_objects())
+
+    def save_often() -> None:
+        for number in range(8):
+            save({"w": torch.ones(1)}, tmp_path / str(number % 2))
+
+    save_often()
+    before = kept()
+    save_often()
+    assert kept() == before
 
 
 def test_an_interrupt_of_the_publishing_is_not_an_error_of_the_save(

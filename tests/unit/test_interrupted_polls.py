@@ -206,6 +206,16 @@ def test_an_interrupt_before_a_save_has_begun_holds_up_no_later_one(
     assert later.outcome is Outcome.PUBLISHED
 
 
+def test_an_interrupt_while_a_save_is_made_is_not_replaced_by_another_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interval that holds the trainer ends then, and has a holder: a save that is not complete."""
+    monkeypatch.setattr(publication_module, "Lateness", once(publication_module.Lateness, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ds.async_save({"w": torch.ones(3)}, tmp_path / "a")
+    assert ds.save({"w": torch.ones(3)}, tmp_path / "b")["state"] == "published"
+
+
 def test_an_interrupt_right_after_the_start_of_copies_ends_them(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

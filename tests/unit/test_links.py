@@ -603,6 +603,22 @@ def test_beside_a_save_with_other_options_into_the_same_directory_nothing_is_lin
     other.close()
 
 
+def test_a_save_that_failed_does_not_remove_what_a_later_one_has_published(tmp_path, monkeypatch):
+    """It removes its link once its threads are done with its files, which slow storage may delay."""
+    saver, going, remove = new_saver(**LINKING, faults="sync:3:EIO"), threading.Event(), Link.remove
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    monkeypatch.setattr(Link, "remove", lambda link: going.wait(30) and remove(link))
+    failed = start(saver, tmp_path / "1", state)
+    assert failed.wait() is Outcome.FAILED
+    save(saver, tmp_path / "1", state)
+    going.set()
+    failed.join()
+    check(tmp_path / "1", state)
+    assert save(saver, tmp_path / "1", state)["linked_bytes"] > 0
+    saver.close()
+
+
 def test_another_job_that_publishes_meanwhile_keeps_the_file_that_its_saves_share(
     linking, tmp_path, monkeypatch
 ):
@@ -739,10 +755,9 @@ def test_no_file_is_linked_beside_another_save_to_the_same_directory(tmp_path, b
     saver.session.links.find = lambda where, digest: shared
     other = directory if beside else tmp_path / "far" / "iter_0000002"
     context = SimpleNamespace(directory=other, folder=folder)
-    saver._unfinished = [SimpleNamespace(is_under_way=True, save=SimpleNamespace(context=context))]
+    saver.session.begun = [SimpleNamespace(is_at_work=True, save=SimpleNamespace(context=context))]
     plan = SimpleNamespace(stable=SimpleNamespace(layout=SimpleNamespace(digest=b"digest")))
     link = saver._link(plan, SimpleNamespace(directory=directory, folder=folder))
-    saver._unfinished = []
     saver.close()
     assert (link is None) is beside
 

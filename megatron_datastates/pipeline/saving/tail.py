@@ -81,7 +81,7 @@ class Tail:
         self._trust_objects = trust_objects
         self.parts: list[Part] = []
         self._now: list[_Pending] = []
-        self._later: list[_Pending | Empty] = []
+        self._later: list[_Pending | Empty] = []  # the last one first: each goes once it is written
         self._written: dict[int, TailEntry] = {}
         self._late: list[ProviderError] = []  # of writes after their entry was over
         self._encoders: Encoders | None = None
@@ -114,6 +114,7 @@ class Tail:
             self._read.set()
         self._later += state.empty
         self._later += others
+        self._later.reverse()
 
     def write_now(self, writer: TailWriter, deadline: float) -> None:
         """Writes what may change at once and was not copied. Called by the trainer's thread.
@@ -148,14 +149,14 @@ class Tail:
     def _write_later(self, writer: TailWriter) -> None:
         released = time.perf_counter()
         while self._later:
-            first = self._later[0]
+            first = self._later[-1]
             if not first.is_fenced:
                 self._read.set()
             if isinstance(first, Empty):
                 self._write_empty(writer, first)
             else:
                 self._write(writer, first)
-            del first, self._later[0]  # an object that nobody changes may be large
+            del first, self._later[-1]  # an object that nobody changes may be large
             # The trainer may wait for the GIL, and nobody for this thread. Without a sleep it would get it
             # only after 5 ms; a sleep after each small object would take as long as the object.
             if time.perf_counter() - released > _GIL_SECONDS:
