@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_datastates.config import Options, options_of_call
-from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.fence import FENCE, fence
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.pipeline.load_report import reported_load
@@ -167,11 +167,6 @@ def _check_path(directory: object) -> None:
     text = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(text, str) or "\0" in text:
         raise OptionError(f"expected a directory as a str or a pathlib.Path, found {directory!r}")
-
-
-def fence() -> None:
-    """Waits until all memory that lazy saves were reading may be changed, freed or unmapped."""
-    FENCE.clear("an explicit fence")
 
 
 def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[Any, Any]:

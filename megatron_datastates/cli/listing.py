@@ -12,6 +12,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     Table,
     cannot,
+    counted,
     json_option,
     parallelism_text,
     print_json,
@@ -133,7 +134,7 @@ def _print_near(near: Path, held: Mapping[int, Holding], looks: list[Look]) -> N
 
 
 def _holding_text(holding: Holding) -> str:
-    text = f"{holding.files} data file{'' if holding.files == 1 else 's'}"
+    text = counted(holding.files, "data file")
     if not holding.has_manifest:
         text += ", and a manifest that cannot be read"
     if holding.copies:

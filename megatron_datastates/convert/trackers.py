@@ -23,7 +23,7 @@ from megatron_datastates.format.directory import (
     iteration_name,
 )
 from megatron_datastates.pipeline.runs.run_folders import has_folder, tracked_name
-from megatron_datastates.pipeline.runs.runs import has_file
+from megatron_datastates.pipeline.runs.runs import has_file, is_named_by_megatron
 
 
 def how_to_load(source: Path, target: Path) -> str:
@@ -31,7 +31,7 @@ def how_to_load(source: Path, target: Path) -> str:
 
     Megatron loads only directories that it would name so itself. For another one, nothing is written.
     """
-    if _is_megatrons(target.name):
+    if target.name == RELEASE_NAME or is_named_by_megatron(target):
         with one_at_a_time(target.absolute().parent):
             return _name_it(target.absolute().parent, target.name, target.parent)
     number = iteration_in_name(source.name)
@@ -137,8 +137,3 @@ def write_tracker(tracker: Path, text: bytes) -> None:
 def _is_earlier(existing: str | None, name: str) -> bool:
     one, other = iteration_in_name(existing or ""), iteration_in_name(name)
     return one is not None and other is not None and one < other
-
-
-def _is_megatrons(name: str) -> bool:
-    number = iteration_in_name(name)
-    return name == RELEASE_NAME or (number is not None and name == iteration_name(number))

@@ -17,13 +17,11 @@ import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from megatron_datastates.convert.sinks.target import refuse_target
+from megatron_datastates.convert.sinks.target import CLAIM, refuse_target
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import lock, open_regular
 from megatron_datastates.format.directory import is_of_a_format
-
-_CLAIM = ".datastates-claim-"
 
 
 @contextlib.contextmanager
@@ -46,7 +44,7 @@ def locked_work_directory(path: Path, target: Path, other_names: Collection[str]
         if not lock(descriptor) or not _is_at(descriptor, path):
             raise _another_makes(target)
         _empty(path, other_names)
-        claim = path / f"{_CLAIM}{secrets.token_hex(8)}.tmp"
+        claim = path / f"{CLAIM}{secrets.token_hex(8)}.tmp"
         try:
             claim.touch()
         except OSError:
@@ -117,7 +115,7 @@ def require_claim(work_directory: Path, target: Path, claim: str) -> None:
         # What a client of NFS lists may be a minute old. To open a file, it asks the server.
         open_regular(work_directory / claim).close()
         names = os.listdir(work_directory)
-    if [name for name in names if name.startswith(_CLAIM)] != [claim]:
+    if [name for name in names if name.startswith(CLAIM)] != [claim]:
         raise _another_makes(target)
 
 

@@ -383,7 +383,7 @@ def _sharing(transfers: Sequence[_Transfer]) -> list[_Transfer]:
 
 
 def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
-    """Groups transfers whose temporaries fit in _TEMPORARY_BYTES; a larger one is a group by itself."""
+    """Groups transfers: the last one of a group takes its temporaries past half of _TEMPORARY_BYTES."""
     group: list[_Transfer] = []
     size = 0
     for transfer in transfers:
@@ -433,7 +433,7 @@ class FragmentFinder:
         if found is not None:
             return found
         if self._asked.get(index.fqn, 0) < _MANY:
-            return find_fragment(entry, index)
+            return _find_fragment(entry, index)
         if index.fqn not in self._numbers:
             # Of several at one offset, the largest counts: the others have no elements.
             order = np.argsort(entry.file_bytes, kind="stable").tolist()
@@ -441,7 +441,7 @@ class FragmentFinder:
             self._numbers[index.fqn] = {rows[number].tobytes(): number for number in order}
         offset = np.array(_offset_of(entry, index), np.int64).tobytes()
         found = self._numbers[index.fqn].get(offset)
-        return find_fragment(entry, index) if found is None else found
+        return _find_fragment(entry, index) if found is None else found
 
 
 def _offset_of(entry: TensorEntry, index: MetadataIndex) -> tuple[int, ...]:
@@ -449,22 +449,19 @@ def _offset_of(entry: TensorEntry, index: MetadataIndex) -> tuple[int, ...]:
 
 
 def _hinted(entry: TensorEntry, index: MetadataIndex) -> int | None:
-    """Returns the number that the plan names, if that fragment is at its offset and has elements."""
+    """Returns the number that the plan names, if that fragment is at its offset and has elements.
+
+    The plan's number counts the fragments in the metadata, which may list only some: it is only a hint.
+    """
     hint = index.index
     if hint is None or hint >= len(entry.files) or entry.file_bytes[hint] == 0:
         return None
     return hint if tuple(entry.offsets[hint].tolist()) == _offset_of(entry, index) else None
 
 
-def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
-    """Returns the number of the stored fragment that DCP's plan means: the one with elements at that offset.
-
-    The plan's number counts the fragments in the metadata, which may list only some: it is only a hint.
-    """
+def _find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
+    """Returns the number of the stored fragment with elements at the offset that DCP's plan has."""
     offset = _offset_of(entry, index)
-    hinted = _hinted(entry, index)
-    if hinted is not None:
-        return hinted
     found = np.flatnonzero((entry.offsets == np.array(offset, np.int64)).all(axis=1))
     if len(found) == 0:
         raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {offset}")

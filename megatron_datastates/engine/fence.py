@@ -122,3 +122,11 @@ class Fence:
 
 FENCE = Fence()
 os.register_at_fork(after_in_child=FENCE.forget)
+
+
+def fence() -> None:
+    """Waits until all memory that lazy saves were reading may be changed, freed or unmapped.
+
+    Call it before doing any of these except in an optimizer's step.
+    """
+    FENCE.clear("an explicit fence")

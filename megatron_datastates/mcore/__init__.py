@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.mcore.hooks.activation import autoload
 
 if TYPE_CHECKING:
+    from megatron_datastates.engine.fence import fence
     from megatron_datastates.mcore.dataloader import attach_dataloader
-    from megatron_datastates.mcore.fences import fence
     from megatron_datastates.mcore.programs import enable
     from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 

@@ -18,21 +18,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.fence import fence as fence  # part of this package's interface
 
 # Optimizers whose pre-step hook has fired: their memory is known to change only after a fence.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 _lock = threading.RLock()  # of that; a signal handler may save in the middle
 _FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
-
-
-def fence(reason: str = "an explicit fence") -> None:
-    """Waits until all memory that saves were reading may be changed, freed, or unmapped.
-
-    Call it before doing any of these except in an optimizer's step (see
-    `DataStatesSaveStrategy(assume_immutable=True)`).
-    """
-    FENCE.clear(reason)
 
 
 def install() -> None:

@@ -67,11 +67,6 @@ class Publisher:
         """Returns whether this rank has done its part."""
         return self._done.is_set()
 
-    @property
-    def has_thread(self) -> bool:
-        """Returns whether a thread of this rank has begun to publish."""
-        return self._thread is not None
-
     def join(self, seconds: float | None = None) -> bool:
         """Waits until no manifest is being written any more; returns False if that takes longer."""
         return self._thread is None or self._thread.join(seconds)

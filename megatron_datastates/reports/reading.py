@@ -10,9 +10,13 @@ import dataclasses
 import errno
 import itertools
 import json
+import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
 
@@ -21,70 +25,70 @@ _MOST_NOTES = 5  # for each file; a damaged one may have thousands
 _INCOMPLETE = "it is not a whole line of JSON"
 _WRITTEN_BY = "expected the lines of JSON that --datastates-report-file writes"
 _MOST_BYTES = 1 << 30  # of a file, which is read whole
+# JSON may have integers of thousands of digits, and Python's has Infinity and NaN.
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 62), lt=1 << 62)]
+Number = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
+class Spread(msgspec.Struct, frozen=True, rename={"least": "min", "most": "max"}):
     """One time over all ranks, in milliseconds."""
 
-    least: float
-    median: float
-    most: float
-    slowest_rank: int
+    least: Number
+    median: Number
+    most: Number
+    slowest_rank: Whole
 
 
-@dataclasses.dataclass(frozen=True)
-class Copies:
+class Copies(msgspec.Struct, frozen=True, tag_field="event", tag="copies"):
     """The copies of other nodes' files that one rank made in its node's near tier, for one save."""
 
     save_id: str
     state: str
     error: str | None
-    started_at: float  # seconds since 1970
-    copying_ms: float
+    started_at: Number  # seconds since 1970
+    copying_ms: Number
     partners: Sequence[str]  # names of the nodes that they came from
-    bytes: int
+    bytes: Whole
 
 
-@dataclasses.dataclass(frozen=True)
-class Save:
+class Save(msgspec.Struct, frozen=True, tag_field="event", tag="save", rename={"spreads": "ranks_ms"}):
     """One save, as the lowest rank that reported it saw it. Times in milliseconds count from its start."""
 
     save_id: str
-    rank: int
-    ranks: int
-    iteration: int | None
+    rank: Whole
+    ranks: Whole
+    iteration: Whole | None
     mode: str
     state: str
     error: str | None
-    bytes: int
-    written_bytes: int
-    eager_bytes: int
-    lazy_bytes: int
-    held_ms: float
-    fence_ms: float
-    stream_wait_ms: float
-    staging_ms: float
-    serializing_ms: float
-    writing_ms: float
-    durable_ms: float
-    slot_wait_ms: float
-    memory_wait_ms: float
-    saves_before: int
-    write_mb_per_s: float
-    held_parts_ms: Mapping[str, float]
-    providers: Mapping[str, Mapping[str, float]]
+    bytes: Whole
+    written_bytes: Whole
+    eager_bytes: Whole
+    lazy_bytes: Whole
+    held_ms: Number
+    fence_ms: Number
+    stream_wait_ms: Number
+    staging_ms: Number
+    serializing_ms: Number
+    writing_ms: Number
+    durable_ms: Number
+    slot_wait_ms: Number
+    memory_wait_ms: Number
+    saves_before: Whole
+    write_mb_per_s: Number
+    held_parts_ms: Mapping[str, Number]
+    providers: Mapping[str, Mapping[str, Number]]
     spreads: Mapping[str, Spread]
-    held_spans_ms: Sequence[tuple[str, float, float]]
-    started_at: float  # seconds since 1970
-    published_ms: float | None  # None: it was not
-    staging_bytes: int = 0
-    page_locked_bytes: int = 0
+    held_spans_ms: Sequence[tuple[str, Number, Number]]
+    started_at: Number  # seconds since 1970
+    published_ms: Number | None  # None: it was not
+    staging_bytes: Whole = 0
+    page_locked_bytes: Whole = 0
     staging_trouble: str = ""
-    confirmed_ms: float | None = None  # until its footer could be written; None: not reported
+    confirmed_ms: Number | None = None  # until its footer could be written; None: not reported
     prepared: bool | None = None  # whether it reused what the last save had prepared
     not_prepared_because: str | None = None  # None also if the reason is not known
-    far_ms: float | None = None  # until it was published in --save, if a near tier had it first
+    far_ms: Number | None = None  # until it was published in --save, if a near tier had it first
     copies: Copies | None = None  # what the reporting rank copied from other nodes to its near tier
 
     @property
@@ -140,25 +144,23 @@ class Save:
         return written + max(durable - max(written, self.confirmed_ms), 0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, tag_field="event", tag="load"):
     """One load."""
 
-    iteration: int | None
+    iteration: Whole | None
     state: str
     error: str | None
-    bytes: int
-    total_ms: float
+    bytes: Whole
+    total_ms: Number
 
 
-@dataclasses.dataclass(frozen=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True, tag_field="event", tag="drain"):
     """One save that was brought from the near tiers to its directory."""
 
     save_id: str
-    iteration: int | None
-    bytes: int
-    near_ms: float  # from when it was published near until it was published there
+    iteration: Whole | None
+    bytes: Whole
+    near_ms: Number  # from when it was published near until it was published there
 
 
 @dataclasses.dataclass
@@ -192,7 +194,7 @@ def read_reports(paths: Iterable[Path]) -> Reports:
             elif report.save_id not in saves or report.rank < saves[report.save_id].rank:
                 saves[report.save_id] = report
     found.saves = [
-        dataclasses.replace(_with_drain(save, drains.get(save.save_id)), copies=copies.get(save.save_id))
+        msgspec.structs.replace(_with_drain(save, drains.get(save.save_id)), copies=copies.get(save.save_id))
         for save in saves.values()
     ]
     if not found.saves:
@@ -217,7 +219,7 @@ def _ordered(saves: Iterable[Save]) -> list[Save]:
 def _with_drain(save: Save, drain: Drain | None) -> Save:
     if drain is None or save.published_ms is None:
         return save
-    return dataclasses.replace(save, far_ms=save.published_ms + drain.near_ms)
+    return msgspec.structs.replace(save, far_ms=save.published_ms + drain.near_ms)
 
 
 def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]:
@@ -238,8 +240,8 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            found += [_report(value) for value in _values(line)]
-        except (ValueError, OverflowError) as error:
+            found += [_report(_value(line))] if line.strip() else []
+        except ValueError as error:
             reason = str(error)
             if number == len(lines) and reason == _INCOMPLETE:
                 reason = "it is incomplete, as a run leaves it that is killed while it writes"
@@ -253,115 +255,23 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]
     return found
 
 
-def _values(line: str) -> list[Any]:
-    """Returns the value of a line, or of its end if an incomplete line precedes it. Raises ValueError."""
-    if not line.strip():
-        return []
+def _value(line: str) -> Any:
+    """Returns the value of a line, or of its end if an incomplete line precedes it. Raises ValueError.
+
+    Not by msgspec, which refuses the half surrogate pairs that names of files may have.
+    """
     try:
-        return [json.loads(line)]
+        return json.loads(line)
     except (ValueError, RecursionError):
-        begin = line.rfind(_BEGIN)
-        if begin <= 0:
-            raise ValueError(_INCOMPLETE) from None
-    try:
-        return [json.loads(line[begin:])]
-    except (ValueError, RecursionError):
+        if (begin := line.rfind(_BEGIN)) > 0:
+            return _value(line[begin:])
         raise ValueError(_INCOMPLETE) from None
 
 
 def _report(value: Any) -> Save | Load | Drain | Copies:
-    event = value.get("event") if isinstance(value, dict) else None
-    if event == "save":
-        return _save(value)
-    if event == "load":
-        return Load(*(_field(value, field) for field in dataclasses.fields(Load)))
-    if event == "drain":
-        return Drain(*(_field(value, field) for field in dataclasses.fields(Drain)))
-    if event == "copies":
-        return Copies(*(_field(value, field) for field in dataclasses.fields(Copies)))
-    raise ValueError("it is JSON, but neither the report of a save nor of a load")
-
-
-def _save(value: Mapping[str, Any]) -> Save:
-    known = {
-        field.name: _field(value, field)
-        for field in dataclasses.fields(Save)
-        if field.name not in ("spreads", "held_spans_ms", "copies")
-    }
     try:
-        spreads = {name: _spread(one) for name, one in _mapping(value, "ranks_ms").items()}
-        spans = [(str(part), _number(begin), _number(end)) for part, begin, end in value["held_spans_ms"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its 'ranks_ms' or 'held_spans_ms' is not as expected: {error!r}") from None
-    return Save(**known, spreads=spreads, held_spans_ms=spans)
-
-
-def _spread(one: Mapping[str, Any]) -> Spread:
-    least, middle, most, slowest = (_number(one[name]) for name in ("min", "median", "max", "slowest_rank"))
-    return Spread(least, middle, most, int(slowest))
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "None": (type(None),),
-}
-
-
-def _field(value: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
-    """Returns a field of a report after checking its type. Raises ValueError."""
-    if field.name not in value and field.default is not dataclasses.MISSING:
-        return field.default
-    if field.name not in value:
-        raise ValueError(f"its report has no {field.name!r}")
-    found, declared = value[field.name], str(field.type)
-    if declared.startswith("Mapping"):
-        return _numbers(_mapping(value, field.name), field.name, is_nested="Mapping[str, Mapping" in declared)
-    if declared == "Sequence[str]":
-        return _names(value, field.name)
-    kinds = tuple(kind for name in declared.split(" | ") for kind in _KINDS[name])
-    if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
-        raise ValueError(f"its {field.name!r} is {found!r}, expected {declared}")
-    if isinstance(found, int | float) and not _is_finite(found):
-        raise ValueError(f"its {field.name!r} is {found!r}, expected a finite number")
-    return found
-
-
-def _is_finite(number: float) -> bool:
-    """Returns whether a number is finite as a float: JSON may have integers of thousands of digits."""
-    return -1e300 < number < 1e300
-
-
-def _numbers(found: Mapping[str, Any], name: str, *, is_nested: bool) -> Mapping[str, Any]:
-    """Returns a field that maps names to numbers, or to mappings that do, after checking it."""
-    try:
-        for one in found.values():
-            if is_nested:
-                _numbers(one, name, is_nested=False)
-            else:
-                _number(one)
-    except (AttributeError, ValueError):
-        raise ValueError(f"its {name!r} is {found!r}, expected {'objects of ' * is_nested}numbers") from None
-    return found
-
-
-def _number(found: Any) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not _is_finite(found):
-        raise ValueError(f"{found!r} is not a finite number")
-    return float(found)
-
-
-def _names(value: Mapping[str, Any], name: str) -> Sequence[str]:
-    found = value.get(name)
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ValueError(f"its {name!r} is {found!r}, expected a list of names")
-    return found
-
-
-def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = value.get(name)
-    if not isinstance(found, dict):
-        raise ValueError(f"its {name!r} is {found!r}, expected an object")
-    return found
+        return msgspec.convert(value, Save | Load | Drain | Copies)
+    except msgspec.ValidationError as error:
+        field = re.search(r"`\$\.(\w+)", str(error))
+        found = f", found {reprlib.repr(value[field[1]])}" if field else ""
+        raise ValueError(f"it is JSON, but no valid report of a save or a load: {error}{found}") from None

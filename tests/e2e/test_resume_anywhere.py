@@ -16,6 +16,7 @@ from megatron_datastates.pipeline.loading.optimizer import has_optimizer_maps
 from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
 
 OFFLOADED = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 CHAIN = {2: "tp2", 4: "pp2", 6: "dp2"}
 loadable = pytest.mark.skipif(
     metadata.version("megatron-core") < "0.19",
@@ -52,14 +53,25 @@ def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
     how: list[str], pretraining: Pretraining, tmp_path: Path
 ) -> None:
     ours = follow(pretraining, tmp_path / "ours", *how)
-    stock = follow(
-        pretraining, tmp_path / "stock", *how, "--dist-ckpt-optim-fully-reshardable", ckpt_format="torch_dist"
-    )
+    stock = follow(pretraining, tmp_path / "stock", *how, RESHARDABLE, ckpt_format="torch_dist")
     for layout, one, other in zip(CHAIN.values(), ours, stock, strict=True):
         assert [rank.begun for rank in one.ranks] == [rank.begun for rank in other.ranks], layout
         assert one.differences(other) == [], layout
     assert [ending.log.count(SAID) for ending in ours] == [0, 1, 1]
     assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
+
+
+@pytest.mark.long
+@pytest.mark.conformance
+def test_chain_of_fully_reshardable_layouts_trains_as_with_torch_dist(
+    ckpt_format: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    ours = follow(pretraining, tmp_path / "ours", RESHARDABLE, ckpt_format=ckpt_format)
+    stock = follow(pretraining, tmp_path / "stock", RESHARDABLE, ckpt_format="torch_dist")
+    for layout, one, other in zip(CHAIN.values(), ours, stock, strict=True):
+        assert one.differences(other) == [], layout
+        for mine, theirs in zip(one.ranks, other.ranks, strict=True):
+            assert mine.begun == theirs.begun, layout
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
@@ -68,7 +80,7 @@ def test_a_run_without_mixed_precision_resumes_as_from_fully_reshardable_state(
 ) -> None:
     """From its default layout, Megatron resumes no such run: it writes to what requires gradients."""
     endings = []
-    for name, how in {"datastates": [], "torch_dist": ["--dist-ckpt-optim-fully-reshardable"]}.items():
+    for name, how in {"datastates": [], "torch_dist": [RESHARDABLE]}.items():
         place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name, *how]
         pretraining.run(*LAYOUTS["tp2"], *place, "--exit-interval", "2", without=["--bf16"])
         endings.append(pretraining.run(*LAYOUTS[layout], *place, without=["--bf16"]))
@@ -116,7 +128,7 @@ def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
     """As from fully reshardable state: from its default layout, Megatron restores other steps."""
     layout = [*LAYOUTS["tp2"], *OFFLOADED]
     endings = []
-    for name, how in {"datastates": [], "torch_dist": ["--dist-ckpt-optim-fully-reshardable"]}.items():
+    for name, how in {"datastates": [], "torch_dist": [RESHARDABLE]}.items():
         place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name, *how]
         pretraining.run(*layout, *place, "--exit-interval", "2")
         endings.append(pretraining.run(*layout, *place))

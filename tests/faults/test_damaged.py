@@ -7,6 +7,7 @@ import pytest
 
 from megatron_datastates.format.manifest import Manifest
 from tests.support.world import World
+from tests.unit.states import flip
 
 
 @pytest.fixture
@@ -17,12 +18,6 @@ def checkpoint(world: World, tmp_path: Path) -> Path:
 
 def data_file(checkpoint: Path, rank: int) -> Path:
     return next(checkpoint.glob(f"data-{rank:05d}-*"))
-
-
-def flip_byte(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def errors(world: World, checkpoint: Path, ranks: int = 1) -> dict[str, str]:
@@ -52,23 +47,23 @@ def truncated(checkpoint: Path) -> str:
 
 
 def bit_in_data(checkpoint: Path) -> str:
-    flip_byte(data_file(checkpoint, 1), 4096 + 1000)
+    flip(data_file(checkpoint, 1), 4096 + 1000)
     return "'weight'"
 
 
 def bit_in_footer(checkpoint: Path) -> str:
     path = data_file(checkpoint, 1)
-    flip_byte(path, path.stat().st_size - 4096)
+    flip(path, path.stat().st_size - 4096)
     return "footer"
 
 
 def bit_in_index(checkpoint: Path) -> str:
-    flip_byte(next(checkpoint.glob("index-*")), 100)
+    flip(next(checkpoint.glob("index-*")), 100)
     return "SHA-256 differs"
 
 
 def bit_in_manifest(checkpoint: Path) -> str:
-    flip_byte(checkpoint / "datastates.manifest", 200)
+    flip(checkpoint / "datastates.manifest", 200)
     return "datastates.manifest is damaged"
 
 

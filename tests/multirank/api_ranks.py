@@ -34,7 +34,7 @@ from saving_rank import (
 from megatron_datastates.config import Options
 from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import OptionError
-from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
+from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fence, fences
 from megatron_datastates.mcore.save.mutability import proof_in_training_loop
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.saver_pool import saver_for
@@ -274,7 +274,7 @@ def fresh_bytes(root: str, folder: str) -> None:
         sharded = state(value)
         addresses.add(sharded["weight"].data.data_ptr())
         save(Path(root, str(value)), sharded, strategy, "async" if value % 2 else "sync")
-        fences.fence()
+        fence()
         del sharded, spoiled
     for value in range(4):
         assert_loads(Path(root, str(value)), value)
@@ -330,7 +330,7 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
         time.sleep(0.001)
     child = os.fork()
     if child == 0:
-        fences.fence()  # the save is the parent's: nothing to wait for
+        fence()  # the save is the parent's: nothing to wait for
         os._exit(bool(_open_files_below(directory)))
     _, status = os.waitpid(child, 0)
     request.execute_sync()

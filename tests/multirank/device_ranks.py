@@ -184,7 +184,7 @@ def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: 
     poll_to_end(publication)
     if later:
         assert_stored(Path(root, "bad"), 1)
-    began = publication.publisher.has_thread
+    began = publication.publisher._thread is not None
     saver.close()
     report(folder, error=publication.error, left=listed(root), began=began)
 

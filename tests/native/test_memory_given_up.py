@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates import mcore
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.mcore import autoload, fences
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -197,7 +198,7 @@ def test_a_memory_saver_without_its_hook_point_is_reported_and_left_alone(
     forget("torch_memory_saver")
 
 
-@pytest.mark.parametrize("fence", [ds.fence, fences.fence], ids=["ds.fence", "mcore.fence"])
+@pytest.mark.parametrize("fence", [ds.fence, mcore.fence], ids=["ds.fence", "mcore.fence"])
 def test_an_explicit_fence_is_enough_to_unmap(
     trainer: Trainer, tmp_path: Path, fence: Callable[[], None]
 ) -> None:

@@ -24,7 +24,8 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
 from tests.native.harness import ALIGNMENT, Copy, Engines, Save, random_bytes, save_whole
 from tests.native.sampling import device_samples, host_samples
-from tests.native.tearing import change, engine_stream_is_done, held, torn_at
+from tests.native.tearing import SEED, SLOT, change, engine_stream_is_done, held, torn_at
+from tests.native.tearing import engine as engine
 from tests.unit.states import bits
 
 KINDS = pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
@@ -183,14 +184,6 @@ def test_strided_copies_neither_allocate_on_the_device_nor_wait_for_all_of_it(
 
 
 # -- samples ----------------------------------------------------------------------------------------------
-
-SLOT = 16 * ALIGNMENT
-SEED = 1  # of an engine's first save; in here that is the plug
-
-
-@pytest.fixture
-def engine(device_engines: Engines) -> native.Engine:
-    return device_engines(slot_bytes=SLOT, most_slots=2, copy_threads=1, sample_seed=SEED)
 
 
 @KINDS

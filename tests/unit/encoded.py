@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_datastates.format.codecs import NONE, PLANES, ZSTD
@@ -15,10 +16,12 @@ from megatron_datastates.format.index import Index, build_index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, Fragment, SaveId
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import SAVE, Part, data_file, encoded_entry, file_entry, manifest_of, write_checkpoint
+from tests.unit.states import OPTIONS
 
 MIB = 1 << 20
 ROWS, COLUMNS, CUT = 1500, 1001, 900  # a row has 4004 bytes: frames end within rows and within elements
@@ -114,6 +117,17 @@ def write_encoded(directory: Path, parts: list[PartBuilder] | None = None, **fie
     ]
     made[1].pieces = [(4096, PLAIN.numpy().tobytes())]
     return write_checkpoint(directory, made, index, **fields)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("encoded") / "c"
+    write_encoded(path)
+    return path
+
+
+def opened(path: Path) -> Checkpoint:
+    return Checkpoint.open(path, OPTIONS)
 
 
 def content_digest(data: bytes) -> str:

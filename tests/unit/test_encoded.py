@@ -24,7 +24,6 @@ from megatron_datastates.format.index import Index, merge_indexes
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.loading import decoding, entries
 from megatron_datastates.pipeline.loading.filling import fill
-from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Place
 from tests.unit.by_hand import encoded_entry
@@ -40,21 +39,11 @@ from tests.unit.encoded import (
     WEIGHT,
     builders,
     index_over,
+    opened,
     write_encoded,
 )
+from tests.unit.encoded import directory as directory
 from tests.unit.states import OPTIONS, bits
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("encoded") / "c"
-    write_encoded(path)
-    return path
-
-
-def opened(path: Path) -> Checkpoint:
-    return Checkpoint.open(path, OPTIONS)
-
 
 # -- reading ----------------------------------------------------------------------------------------------
 

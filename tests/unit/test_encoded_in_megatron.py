@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from tests.unit.encoded import MOMENT, OBJECTS, PLAIN, WEIGHT, write_encoded
+from tests.unit.encoded import MOMENT, OBJECTS, PLAIN, WEIGHT
+from tests.unit.encoded import directory as directory
 from tests.unit.states import OPTIONS, bits
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("encoded") / "c"
-    write_encoded(path)
-    return path
 
 
 def load(directory: Path, state: dict[str, object]) -> None:

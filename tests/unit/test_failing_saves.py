@@ -46,7 +46,8 @@ def test_a_queue_of_megatrons_is_not_stuck_with_a_failed_save(tmp_path):
     saver = new_saver(faults="sync:1:EIO")
     publication = save(saver, tmp_path / "c", FIRST)
     saver.close()
-    caller = request.DataStatesCaller(request.SaveHandle(publication, "raise"), [])
+    queue = type("Queue", (), {"async_calls": []})
+    caller = request.DataStatesCaller(request.SaveHandle(publication, "raise"), [], queue)
     with pytest.raises(SaveFailedError, match="Input/output error"):
         caller.is_current_async_call_done()
     assert caller.is_current_async_call_done()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE, Fence
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.mutability import proof_in_training_loop
@@ -59,7 +60,7 @@ def test_only_what_reads_a_storage_is_waited_for_before_it_is_freed(fence: Fence
 
 def test_an_explicit_fence_waits_until_memory_may_be_freed(fence: Fence) -> None:
     save = reading(fence)
-    fences.fence()
+    ds.fence()
     assert save.asked == ["fence", "copies"] and not fence.has_saves
 
 

@@ -99,7 +99,7 @@ def interrupt_while_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     look = Publisher.look
 
     def interrupted(publisher: Publisher, *, is_awaited: bool) -> None:
-        if publisher.has_thread:
+        if publisher._thread is not None:
             monkeypatch.undo()
             raise KeyboardInterrupt
         look(publisher, is_awaited=is_awaited)

@@ -162,7 +162,7 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
 
     monkeypatch.setattr(DirectoryPublisher, "publish", noting)
     first = saver.start(tmp_path / "first", State(BIG))
-    while not first.publisher.has_thread:
+    while first.publisher._thread is None:
         first.poll()
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG, {"x": 1}))
@@ -197,7 +197,7 @@ def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread
     monkeypatch.setattr(publisher_module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(DirectoryPublisher, "publish", lambda publisher: second_failed.wait(LIMIT_SECONDS))
     first = saver.start(tmp_path / "first", State(BIG))
-    while not first.publisher.has_thread:
+    while first.publisher._thread is None:
         first.poll()
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG))
@@ -340,7 +340,7 @@ EXITS: dict[str, tuple[str, int, str, bool]] = {
     "failed, not reported": ('c = start("c", faults="write:1:EIO"); time.sleep(0.2)', 0, "", False),
     "writing the manifest": (
         'c = start("c", faults="rename manifest:1:stall=500"); FENCE.wait("step")\n'
-        "poll_until(c, lambda: c.publisher.has_thread)", 0, "", True,
+        "poll_until(c, lambda: c.publisher._thread is not None)", 0, "", True,
     ),
     "published, not reported": (
         'c = start("c"); FENCE.wait("step")\npoll_until(c, lambda: c.publisher.is_done)', 0, "", True,

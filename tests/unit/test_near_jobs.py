@@ -294,7 +294,7 @@ def test_what_a_checkpoint_names_of_its_ancestors_is_read_once(monkeypatch: pyte
     ancestors = tuple(Ancestor(number, str(number)) for number in range(100))
     point = Point(100, SaveId(100, 1), ancestors)
     monkeypatch.setattr(SaveId, "parse", parse)
-    assert [point.reached(number) for number in range(101)] == [1] * 100 + [None]
+    assert [point.reached.get(number) for number in range(101)] == [1] * 100 + [None]
     assert len(parsed) == 100
 
 

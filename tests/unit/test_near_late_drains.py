@@ -361,12 +361,8 @@ def first_drain(nodes: Nodes) -> Drain:
     return near.drain
 
 
-def test_saves_that_could_not_be_published_are_tried_again_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
-    nodes = with_tracker(Nodes(tmp_path))
-    saved_before(nodes, 1)
+def full_until_set(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Has no tracker written until the event is set."""
     write, has_room = tracker_writing.write_whole, threading.Event()
 
     def full(path: Path, *more: Any) -> None:
@@ -375,6 +371,16 @@ def test_saves_that_could_not_be_published_are_tried_again_together(
         write(path, *more)
 
     monkeypatch.setattr(tracker_writing, "write_whole", full)
+    return has_room
+
+
+def test_saves_that_could_not_be_published_are_tried_again_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
+    nodes = with_tracker(Nodes(tmp_path))
+    saved_before(nodes, 1)
+    has_room = full_until_set(monkeypatch)
     nodes.save(2)
     nodes.save(3)
     failed = first_drain(nodes)._to_publish
@@ -391,18 +397,12 @@ def test_a_save_whose_files_come_late_waits_for_the_attempt_of_a_later_one(
     """A tracker that named it meanwhile would be newer than the later one, as if it had been set back."""
     monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
     nodes = with_tracker(Nodes(tmp_path, {}, {"faults": "drain write:0:EIO"}))
-    write, has_room = tracker_writing.write_whole, threading.Event()
-
-    def full(path: Path, *more: Any) -> None:
-        if not has_room.is_set():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, *more)
+    has_room = full_until_set(monkeypatch)
 
     def arrive(iteration: int) -> None:
         (file,) = nodes.near(1, iteration).glob("data-00001-*")
         shutil.copy(file, nodes.directory(iteration))
 
-    monkeypatch.setattr(tracker_writing, "write_whole", full)
     nodes.save(1)
     nodes.save(2)
     waiting = first_drain(nodes)._to_publish

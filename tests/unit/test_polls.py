@@ -230,7 +230,7 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
             content = State({"v": torch.ones(9)}) if (rank, number) == (0, 1) else state(number, rank=rank)
             saves[rank].append(saver.start(tmp_path / str(number), content))
             assert saves[rank][number].save._durable.wait(60.0)
-        while not (saves[0][number].is_over if number else saves[0][0].publisher.has_thread):
+        while not (saves[0][number].is_over if number else saves[0][0].publisher._thread is not None):
             for own in reversed(saves):
                 own[number].poll()
     assert [one.outcome for own in saves for one in own] == [Outcome.PUBLISHED] * 4, saves[0][1].error

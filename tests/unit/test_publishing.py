@@ -610,7 +610,7 @@ def test_a_save_of_a_new_world_is_published_after_one_of_the_old_world(tmp_path,
             later_is_published.wait(1.0)
 
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
-    while not first.publisher.has_thread:
+    while first.publisher._thread is None:
         first.poll()
     assert has_looked.wait(60.0)
     with monkeypatch.context() as patched:
@@ -635,7 +635,7 @@ def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_pat
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
     saver = new_saver()
     first, second = (saver.start(tmp_path, State(tensors(number))) for number in (1, 2))
-    while not first.publisher.has_thread:
+    while first.publisher._thread is None:
         first.poll()
     assert second.wait() is Outcome.PUBLISHED
     later_is_published.set()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.dcp import reading
-from megatron_datastates.dcp.reading import find_fragment
+from megatron_datastates.dcp.reading import FragmentFinder
 from megatron_datastates.engine import native
 from megatron_datastates.engine.reader import SLOT_BYTES, Reader
 from megatron_datastates.errors import CorruptDataError, FormatError
@@ -321,8 +321,8 @@ def test_memory_beyond_the_targets_is_bounded(tmp_path, dtype, temporaries):
 def test_fragments_are_found_by_hint_or_by_place():
     places = [(fragment("w", [8], [at], [size]), 0, 4096) for at, size in ((4, 4), (0, 0), (0, 4))]
     entry = index_of(places).tensor("w")
-    assert find_fragment(entry, MetadataIndex("w", torch.Size([0]), 2)) == 2
-    assert find_fragment(entry, MetadataIndex("w", torch.Size([4]), 2)) == 0
-    assert find_fragment(entry, MetadataIndex("w", torch.Size([4]), 99)) == 0
+    assert FragmentFinder({})(entry, MetadataIndex("w", torch.Size([0]), 2)) == 2
+    assert FragmentFinder({})(entry, MetadataIndex("w", torch.Size([4]), 2)) == 0
+    assert FragmentFinder({})(entry, MetadataIndex("w", torch.Size([4]), 99)) == 0
     with pytest.raises(FormatError, match=r"'w' has no stored fragment at \(5,\)"):
-        find_fragment(entry, MetadataIndex("w", torch.Size([5])))
+        FragmentFinder({})(entry, MetadataIndex("w", torch.Size([5])))

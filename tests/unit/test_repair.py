@@ -31,7 +31,7 @@ from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import StateReader
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import OPTIONS, SMALL, State, data_files
+from tests.unit.states import OPTIONS, SMALL, State, data_files, flip
 from tests.unit.verifying import refusal
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("megatron-*"))
@@ -72,12 +72,6 @@ def lose(directory: Path) -> Manifest:
 def index_file(directory: Path) -> Path:
     (found,) = directory.glob("index-*")
     return found
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 # -- repaired ---------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_a_line_that_follows_an_incomplete_one_is_read(written: Callable[..., Pa
 
 def test_a_whole_last_line_of_something_else_is_not_called_incomplete(written: Callable[..., Path]) -> None:
     found = read_reports([written(LINES[0] + '{"event": "other"}')])
-    assert len(found.notes) == 1 and "neither the report of a save" in found.notes[0]
+    assert len(found.notes) == 1 and "no valid report of a save" in found.notes[0]
 
 
 def test_a_clock_that_is_set_back_changes_no_order(written: Callable[..., Path]) -> None:
@@ -131,23 +131,32 @@ def line_with(field: str, value: Any) -> str:
     ("damage", "reason"),
     [
         ("nonsense\n", "line 1 was skipped: it is not a whole line of JSON"),
-        ('{"loss": 3.5}\n', "line 1 was skipped: it is JSON, but neither"),
-        ("[1, 2]\n", "neither the report of a save nor of a load"),
-        (LINES[0].replace('"bytes": ', '"bites": ', 1), "its report has no 'bytes'"),
+        ('{"loss": 3.5}\n', "line 1 was skipped: it is JSON, but no valid report"),
+        ("[1, 2]\n", "no valid report of a save or a load: Expected `object`, got `array`"),
+        (LINES[0].replace('"bytes": ', '"bites": ', 1), "Object missing required field `bytes`"),
         (
             LINES[0].replace('"held_ms": ', '"held_ms": "', 1).replace(', "held_parts', '", "held_parts', 1),
-            "'held_ms'",
+            "Expected `float`, got `str` - at `$.held_ms`",
         ),
-        (LINES[0].replace('"slowest_rank"', '"rank"'), "'ranks_ms'"),
-        (LINES[0].replace('"slowest_rank": 1', '"slowest_rank": Infinity', 1), "inf is not a finite number"),
-        (line_with("held_parts_ms", {"a": None}), "'held_parts_ms' is {'a': None}, expected numbers"),
-        (line_with("providers", {"": 5}), "'providers' is {'': 5}, expected objects of numbers"),
-        (line_with("providers", {"": {"eager_bytes": "x"}}), "expected objects of numbers"),
-        (line_with("held_ms", float("nan")), "'held_ms' is nan, expected a finite number"),
-        (line_with("held_spans_ms", [["polls", 0, float("inf")]]), "'held_spans_ms'"),
-        (line_with("held_parts_ms", {"a": 10**400}), "expected numbers"),
-        (line_with("held_ms", 10**400), "expected a finite number"),
-        (line_with("bytes", 10**400), "expected a finite number"),
+        (LINES[0].replace('"slowest_rank"', '"rank"'), "required field `slowest_rank` - at `$.ranks_ms"),
+        (
+            LINES[0].replace('"slowest_rank": 1', '"slowest_rank": Infinity', 1),
+            "Expected `int`, got `float` - at `$.ranks_ms",
+        ),
+        (
+            line_with("held_parts_ms", {"a": None}),
+            "got `null` - at `$.held_parts_ms[...]`, found {'a': None}",
+        ),
+        (line_with("providers", {"": 5}), "got `int` - at `$.providers[...]`, found {'': 5}"),
+        (line_with("providers", {"": {"eager_bytes": "x"}}), "Expected `float`, got `str` - at `$.providers"),
+        (line_with("held_ms", float("nan")), "at `$.held_ms`, found nan"),
+        (
+            line_with("held_spans_ms", [["polls", 0, float("inf")]]),
+            "at `$.held_spans_ms[0][2]`, found [['polls', 0, inf]]",
+        ),
+        (line_with("held_parts_ms", {"a": 10**400}), "out of range - at `$.held_parts_ms"),
+        (line_with("held_ms", 10**400), "out of range - at `$.held_ms`, found 1000"),
+        (line_with("bytes", 10**400), "at `$.bytes`, found 1000"),
     ],
 )
 def test_what_is_not_a_report_is_skipped_with_a_note(
@@ -167,7 +176,7 @@ def test_what_is_not_a_report_is_skipped_with_a_note(
             '{\n  "loss": 3.5\n}\n',
             "holds no report: expected the lines of JSON that --datastates-report-file writes",
         ),
-        ('{"loss": 3.5}\n', "it is JSON, but neither the report of a save nor of a load"),
+        ('{"loss": 3.5}\n', "it is JSON, but no valid report of a save or a load"),
     ],
 )
 def test_a_file_without_reports_is_one_line_and_exit_code_2(

@@ -12,18 +12,13 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.digests import ContentDigest
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file
-from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, write_encoded, write_shared
+from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, opened, write_encoded, write_shared
 from tests.unit.states import OPTIONS, bits
 from tests.unit.verifying import refusal
-
-
-def opened(path: Path) -> Checkpoint:
-    return Checkpoint.open(path, OPTIONS)
 
 
 @pytest.mark.parametrize("sizes", [[0], [1], [MIB], [MIB - 1, 1, 1], [3 * MIB + 5], [7] * 300_000 + [MIB]])

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader as DCPReader
 from megatron_datastates.dcp.metadata import StoredMetadata
-from megatron_datastates.dcp.reading import find_fragment
+from megatron_datastates.dcp.reading import FragmentFinder
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.mcore.load.metadata import keys_read_beside, requested_boxes
 from megatron_datastates.mcore.load.reader import DataStatesReader
@@ -125,7 +125,7 @@ def test_what_a_plan_over_some_fragments_means_is_found_again(checkpoint):
         for boxes in ({"w": boxes}, {})
     ]
     entry = checkpoint.index.tensor("w")
-    found = [[find_fragment(entry, item.storage_index) for item in plan] for plan in plans]
+    found = [[FragmentFinder({})(entry, item.storage_index) for item in plan] for plan in plans]
     assert sorted(found[0]) == sorted(found[1]) == [2, 3, 4, 5, 6, 7]
     lengths = [{tuple(item.storage_index.offset): tuple(item.lengths) for item in plan} for plan in plans]
     assert lengths[0] == lengths[1]
@@ -134,7 +134,7 @@ def test_what_a_plan_over_some_fragments_means_is_found_again(checkpoint):
 def test_an_empty_fragment_never_stands_for_the_one_after_it(checkpoint):
     entry = checkpoint.index.tensor("v")
     for hint in (None, 0, 1, 2, 99):
-        assert find_fragment(entry, MetadataIndex("v", torch.Size([0]), hint)) == 1
+        assert FragmentFinder({})(entry, MetadataIndex("v", torch.Size([0]), hint)) == 1
 
 
 def test_a_tensor_is_loaded_from_the_fragments_it_wants(checkpoint):

@@ -284,9 +284,7 @@ class HuggingFaceSource(Source):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        if key not in self._tensors:
-            raise MissingKeyError(f"{self.directory} contains no tensor {key!r}")
-        entry = self._tensors[key]
+        entry = self._found(self._tensors, "tensor", key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         dtype = torch_dtype(entry.dtype, key)
         target = torch.empty(tuple(shape), dtype=dtype, device="cpu")

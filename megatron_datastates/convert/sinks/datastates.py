@@ -102,8 +102,8 @@ class DataStatesSink(Sink):
         world_size: int,
         options: Options,
     ) -> None:
-        self._engine = StagingEngine(options)
-        super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), progress)
+        engine = StagingEngine(options)
+        super().__init__(source, directory, engine, align_up(window_bytes, engine.slot_bytes), progress)
         self._save_id, self._world_size = save_id, world_size
         self._faults = Faults(options.faults)
         self._trust = options.trust_objects
@@ -255,6 +255,3 @@ class DataStatesSink(Sink):
             return parallel_sizes(training_arguments(self.source))
         except DataStatesError:  # no arguments, which no conversion needs
             return {}
-
-    def close(self) -> None:
-        self._engine.close()

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
+from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.directory import METADATA_NAME
 
 Bytes = npt.NDArray[np.uint8]
@@ -34,15 +35,19 @@ class Sink(ABC):
     Args:
         source: the checkpoint to write.
         directory: where to write; it exists and is empty.
+        engine: writes the files, and is closed with the sink.
         window_bytes: host memory for each file that is being written.
         progress: called with the number of bytes of tensors written since the last call, from any thread.
     """
 
     format: str
 
-    def __init__(self, source: Source, directory: Path, window_bytes: int, progress: Progress) -> None:
+    def __init__(
+        self, source: Source, directory: Path, engine: StagingEngine, window_bytes: int, progress: Progress
+    ) -> None:
         self.source = source
         self.directory = directory
+        self._engine = engine
         self.window_bytes = window_bytes
         self.progress = progress
 
@@ -58,8 +63,9 @@ class Sink(ABC):
             written: what `write` returned, for each rank in order.
         """
 
-    def close(self) -> None:  # noqa: B027 - not every sink has something to close
+    def close(self) -> None:
         """Joins the sink's threads; any `write`, even one in progress, fails from then on."""
+        self._engine.close()
 
     def write_metadata(self) -> None:
         """Writes Megatron's metadata.json: that of the source, with this format."""

@@ -35,7 +35,7 @@ from megatron_datastates.files import is_object, open_regular, real_path
 from megatron_datastates.pipeline.runs.runs import format_of
 
 logger = logging.getLogger(__name__)
-_CLAIM = ".datastates-claim-"
+CLAIM = ".datastates-claim-"
 _LAST = "config.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -200,7 +200,7 @@ def claimed(target: Path, may_be_there: Callable[[str], bool] = lambda name: Fal
     Raises:
         StorageError: another call does, or there is something already.
     """
-    claim = target / f"{_CLAIM}{secrets.token_hex(8)}"
+    claim = target / f"{CLAIM}{secrets.token_hex(8)}"
     try:
         stores.write(claim, b"")
         names = {one.name for one in stores.all_below(target)}

@@ -59,8 +59,8 @@ class TorchDistSink(Sink):
         self, source: Source, directory: Path, window_bytes: int, progress: Progress, *, options: Options
     ) -> None:
         # Its checksums would go nowhere: archives have their own.
-        self._engine = StagingEngine(dataclasses.replace(options, checksums=False))
-        super().__init__(source, directory, window_bytes, progress)
+        engine = StagingEngine(dataclasses.replace(options, checksums=False))
+        super().__init__(source, directory, engine, window_bytes, progress)
 
     def write(self, number: int, contents: RankContents) -> Written:
         name = f"__{number}_0.distcp"
@@ -80,9 +80,6 @@ class TorchDistSink(Sink):
             raise
         _forget(path)
         return written
-
-    def close(self) -> None:
-        self._engine.close()
 
     def _write_fragments(
         self, file: SequentialFile, contents: RankContents, name: str, written: Written

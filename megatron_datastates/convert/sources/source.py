@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from megatron_datastates.convert.sources.dcp_index import Records
     from megatron_datastates.dcp.facts import Facts
     from megatron_datastates.format.manifest import Manifest
+
+
+T = TypeVar("T")
 
 
 class SourceTensor(StoredBoxes, Protocol):
@@ -80,6 +83,12 @@ class Source(ABC):
     @abstractmethod
     def tensors(self) -> Mapping[str, SourceTensor]:
         """Returns all tensors by key."""
+
+    def _found(self, places: Mapping[str, T], what: str, key: str) -> T:
+        """Returns what `places` has of a tensor or an object. Raises MissingKeyError."""
+        if key not in places:
+            raise MissingKeyError(f"{self.directory} contains no {what} {key!r}")
+        return places[key]
 
     def preload(self, keys: Iterable[str]) -> None:  # noqa: B027 - most have nothing to read
         """Reads what the index has of these tensors at once, where it is read on demand."""

@@ -34,7 +34,7 @@ from megatron_datastates.convert.sources.source import (
     Source,
     fragment_with,
 )
-from megatron_datastates.errors import FormatError, MissingKeyError, StorageError, some_of
+from megatron_datastates.errors import FormatError, StorageError, some_of
 from megatron_datastates.files import names_in, open_regular, size_of
 from megatron_datastates.format.directory import (
     ARGUMENTS_KEY,
@@ -133,7 +133,7 @@ class TorchDistSource(Source):
         return self._tensors
 
     def files_of(self, key: str) -> npt.NDArray[np.int64]:
-        return self._tensor(key).files
+        return self._found(self._tensors, "tensor", key).files
 
     @property
     def objects(self) -> Sequence[str]:
@@ -168,7 +168,7 @@ class TorchDistSource(Source):
 
         from megatron_datastates.pipeline.loading.load import torch_dtype
 
-        entry = self._tensor(key)
+        entry = self._found(self._tensors, "tensor", key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
         found = [(n, intersect(*box, offset, shape)) for n, box in enumerate(boxes)]
@@ -192,7 +192,7 @@ class TorchDistSource(Source):
         return data.view(torch_dtype(entry.dtype, key)).reshape(shape)
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
-        entry = self._tensor(key)
+        entry = self._found(self._tensors, "tensor", key)
         number = fragment_with(entry, offset)
         record = None if number is None else entry.records[number]
         return ("", 0) if record is None else (record.file, record.offset)
@@ -229,7 +229,7 @@ class TorchDistSource(Source):
     def read_object(self, key: str) -> bytes:
         if key in self._maps:
             return self._maps[key]
-        record = self._object(key)
+        record = self._found(self._objects, "object", key)
         with self._open(record.file) as file:
             is_there = record.offset + record.bytes <= size_of(file)  # checked before memory is allocated
             file.seek(record.offset)
@@ -239,7 +239,7 @@ class TorchDistSource(Source):
         return data
 
     def object_bytes(self, key: str) -> int:
-        return len(self._maps[key]) if key in self._maps else self._object(key).bytes
+        return len(self._maps[key]) if key in self._maps else self._found(self._objects, "object", key).bytes
 
     def require_files(self) -> None:
         """See Source. Raises CorruptDataError for an index that differs from its sum in integrity.json."""
@@ -317,21 +317,11 @@ class TorchDistSource(Source):
                 f"{path} cannot be read: {error.strerror}", code=error.errno or 0, path=str(path)
             ) from error
 
-    def _tensor(self, key: str) -> TorchDistTensor:
-        if key not in self._tensors:
-            raise MissingKeyError(f"{self.directory} contains no tensor {key!r}")
-        return self._tensors[key]
-
     def _place(self, key: str, number: int) -> Record:
-        record = self._tensor(key).records[number]
+        record = self._found(self._tensors, "tensor", key).records[number]
         if record is None:
             raise FormatError(f"{self.directory / TORCH_DIST_INDEX} has no place for a fragment of {key!r}")
         return record
-
-    def _object(self, key: str) -> Record:
-        if key not in self._objects:
-            raise MissingKeyError(f"{self.directory} contains no object {key!r}")
-        return self._objects[key]
 
 
 def _rank_of(file: str) -> tuple[int, str]:

@@ -38,7 +38,6 @@ import torch
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.errors import (
     FormatError,
-    MissingKeyError,
     StorageError,
     UnsupportedFormatError,
     optional_package,
@@ -206,7 +205,7 @@ class LegacyZarrSource(Source):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        tensor = self._tensor(key)
+        tensor = self._found(self._tensors, "tensor", key)
         offset, shape = checked_slice(key, tensor.global_shape, offset, shape)
         cells = list(tensor.cells(offset, shape))  # checks all before memory is allocated
         target = np.empty((*shape, tensor.element_bytes), np.uint8)
@@ -219,7 +218,8 @@ class LegacyZarrSource(Source):
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         for key, number, begin, size, at in ranges:
-            tensor, fragment = self._tensor(key), self.fragment(key, number)
+            tensor = self._found(self._tensors, "tensor", key)
+            fragment = self.fragment(key, number)
             if fragment.shape == tensor.chunk_shape:  # then only the requested bytes are read
                 (cell,) = tensor.cells(fragment.offset, fragment.shape)
                 data = tensor.chunk(cell).reshape(-1)
@@ -230,9 +230,7 @@ class LegacyZarrSource(Source):
 
     def read_object(self, key: str) -> bytes:
         """See Source. Serializes the value again, in a list. Raises UnsafeObjectError if it is not plain."""
-        if key not in self._objects:
-            raise MissingKeyError(f"{self.directory} contains no object {key!r}")
-        value = deserialize(_read(self._objects[key]), key)
+        value = deserialize(_read(self._found(self._objects, "object", key)), key)
         return ObjectSource(key, [value], Mutability.NEVER).serialize()
 
     def require_files(self) -> None:
@@ -251,11 +249,6 @@ class LegacyZarrSource(Source):
         """Returns everything as one rank's, because the files do not say which rank wrote what."""
         fragments = [(key, n) for key, tensor in self._tensors.items() for n in range(len(tensor.offsets))]
         return [RankContents(fragments, list(self._objects))]
-
-    def _tensor(self, key: str) -> ZarrTensor:
-        if key not in self._tensors:
-            raise MissingKeyError(f"{self.directory} contains no tensor {key!r}")
-        return self._tensors[key]
 
 
 def _read(path: Path) -> bytes:

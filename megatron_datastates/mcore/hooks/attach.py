@@ -20,6 +20,14 @@ from megatron_datastates.errors import HookPointError
 from megatron_datastates.mcore.hooks import versions
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_NO_FENCE = (
+    ", so no fence can be attached: call megatron_datastates.fence() before unmapping device memory after a "
+    "lazy save"
+)
+_NO_BRIDGE = (
+    ": ckpt_format='datastates' and our CheckpointManager need another release of Megatron-Bridge; call "
+    "megatron_datastates.enable()"
+)
 
 
 def replace(owner: Any, name: str, wrapper: Wrapper, everywhere: bool = True) -> None:
@@ -61,22 +69,11 @@ def attach_module(module: ModuleType) -> None:
     Raises:
         HookPointError: some hook points do not exist; the others are attached.
     """
-    if module.__name__ in versions.MEMORY_SAVERS:
-        missing = _missing(versions.MEMORY_SAVERS[module.__name__])
-        if missing:
-            raise HookPointError(
-                f"{module.__name__} has no {', no '.join(missing)}, so no fence can be attached: call "
-                "megatron_datastates.fence() before unmapping device memory after a lazy save"
-            )
-        return
-    if module.__name__ in versions.BRIDGE:
-        missing = _missing(versions.BRIDGE[module.__name__])
-        if missing:
-            raise HookPointError(
-                f"{module.__name__} has no {', no '.join(missing)}: ckpt_format='datastates' and our "
-                "CheckpointManager need another release of Megatron-Bridge; call megatron_datastates.enable()"
-            )
-        return
+    for table, without in ((versions.MEMORY_SAVERS, _NO_FENCE), (versions.BRIDGE, _NO_BRIDGE)):
+        if module.__name__ in table:
+            if missing := _missing(table[module.__name__]):
+                raise HookPointError(f"{module.__name__} has no {', no '.join(missing)}{without}")
+            return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]
     hooks += versions.TOOLS.get(module.__name__, ())
     if module.__name__ == versions.OPTIMIZER_MODULE and is_switched_on():

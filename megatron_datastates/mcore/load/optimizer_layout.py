@@ -149,8 +149,7 @@ def differs(request: dict[str, Any], checkpoint: Checkpoint) -> bool:
         return any(_is_other_layout(checkpoint, state, own) for state, own in found)
     if not has_optimizer_maps(checkpoint):
         return False
-    keys = {key for key in _state_keys(request) if key not in checkpoint.index.tensors}
-    return bool(keys)
+    return any(key not in checkpoint.index.tensors for key in _state_keys(request))
 
 
 def restate(

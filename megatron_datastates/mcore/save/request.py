@@ -110,12 +110,12 @@ class DataStatesCaller:
             also reports later saves that have failed.
     """
 
-    def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]], queue: Any = None) -> None:
+    def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]], queue: Any) -> None:
         self._publication = handle.publication
         self._on_failure = handle.on_failure
         self._publication.hold_report = True
         self._is_reported = False
-        self._queue = None if queue is None else weakref.ref(queue)
+        self._queue = weakref.ref(queue)
         # In place, because the queue's frozen copy of the request shares this list.
         finalize_fns[:] = [self._finalizer(list(finalize_fns))]
 
@@ -145,7 +145,7 @@ class DataStatesCaller:
 
     def _report_failed_after(self) -> None:
         # All ranks poll all saves, and so do the same here.
-        queue = None if self._queue is None else self._queue()
+        queue = self._queue()
         callers = [call.async_caller for call in queue.async_calls] if queue is not None else []
         ours = [caller for caller in callers if isinstance(caller, DataStatesCaller)]
         failed = [one for one in ours if one._publication.outcome is Outcome.FAILED and not one._is_reported]

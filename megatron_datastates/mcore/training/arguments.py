@@ -122,7 +122,7 @@ def options_of(args: Any) -> Options:
         # Reinforcement learning moves weights between training and inference without a fence.
         options = dataclasses.replace(options, lazy=False)
     version = versions.installed_version()
-    if options.lazy and not versions.is_tested(version) and not _is_given(args, "lazy"):
+    if options.lazy and not versions.is_tested(version) and not _is_lazy_given(args):
         options = dataclasses.replace(options, lazy=False)
         if getattr(args, "rank", 0) == 0:
             _warn_of_untested(version)
@@ -131,9 +131,8 @@ def options_of(args: Any) -> Options:
     return options
 
 
-def _is_given(args: Any, name: str) -> bool:
-    is_in_environment = f"{ENVIRONMENT_PREFIX}{name.upper()}" in os.environ
-    return is_in_environment or getattr(args, f"datastates_{name}", None) is not None
+def _is_lazy_given(args: Any) -> bool:
+    return f"{ENVIRONMENT_PREFIX}LAZY" in os.environ or getattr(args, "datastates_lazy", None) is not None
 
 
 @functools.cache

@@ -15,18 +15,16 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.codecs import CODECS, FRAME_BYTES, NONE, decode_frame, require_zstandard
-from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tail import TailEntry, describe
 from megatron_datastates.format.values import Extent
+from megatron_datastates.pipeline.runs.damage import OpenFiles
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
 from megatron_datastates.plan.reads import ScheduledRead, plan_extent
 from megatron_datastates.threads import ThreadPool
@@ -36,14 +34,7 @@ _BATCH_BYTES = 64 << 20  # stored, read by one native job
 ReadExtents = Callable[[list[ScheduledRead]], None]
 
 
-class Footers(Protocol):
-    """What decoding needs of an open checkpoint."""
-
-    def file_path(self, file: int) -> Path: ...
-    def footer(self, file: int) -> Footer: ...
-
-
-def resolve(footers: Footers, box: FramedBox) -> TailEntry:
+def resolve(checkpoint: OpenFiles, box: FramedBox) -> TailEntry:
     """Returns the entry that a box lies in.
 
     Raises:
@@ -51,9 +42,9 @@ def resolve(footers: Footers, box: FramedBox) -> TailEntry:
         UnsupportedFormatError: this release does not know its codec.
         MissingPackageError: the package of its codec is not installed.
     """
-    entry, path = box.entry, footers.file_path(box.file)
+    entry, path = box.entry, checkpoint.file_path(box.file)
     if not isinstance(entry, TailEntry):
-        fragments = footers.footer(box.file).fragments
+        fragments = checkpoint.footer(box.file).fragments
         if entry >= len(fragments):
             raise FormatError(
                 f"{path} has {len(fragments)} encoded fragments, and the index names number {entry}"
@@ -74,7 +65,7 @@ def resolve(footers: Footers, box: FramedBox) -> TailEntry:
 
 
 def read_framed(
-    footers: Footers, items: Sequence[ScheduledRead], read_extents: ReadExtents, threads: int
+    checkpoint: OpenFiles, items: Sequence[ScheduledRead], read_extents: ReadExtents, threads: int
 ) -> None:
     """Delivers boxes of entries. Nothing is read before all of them are resolved, and raises what that does.
 
@@ -85,7 +76,7 @@ def read_framed(
     Raises:
         CorruptDataError: a frame does not decode to what it should.
     """
-    windows = [window for item in items for window in _windows(footers, item)]
+    windows = [window for item in items for window in _windows(checkpoint, item)]
     deliveries = _Deliveries()
     with ThreadPool(threads, "datastates-decode") as pool:
         before: list[Future[None]] = []
@@ -191,11 +182,11 @@ def _strided(
     return np.lib.stride_tricks.as_strided(data.view(np.dtype((np.void, item_bytes))), shape, steps)
 
 
-def _windows(footers: Footers, item: ScheduledRead) -> Iterator[_Window]:
+def _windows(checkpoint: OpenFiles, item: ScheduledRead) -> Iterator[_Window]:
     box = item.reads
     assert isinstance(box, FramedBox) and not item.on_device
-    entry = resolve(footers, box)
-    what = f"{footers.file_path(box.file)}: {describe(entry)}"
+    entry = resolve(checkpoint, box)
+    what = f"{checkpoint.file_path(box.file)}: {describe(entry)}"
     places = [entry.offset, *(entry.offset + end for end in itertools.accumulate(entry.frame_sizes))]
     for part in cut_into_windows(box, _WINDOW_BYTES):
         begin, end = part.span

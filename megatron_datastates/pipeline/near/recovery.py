@@ -120,12 +120,13 @@ def recover_newest(
             continue
         outcome = recovery.bring(name, save_id, nodes)
         if recovery.rank == 0:
-            notify(f"datastates: iteration {iteration_in_name(name)} is {choice.why(save_id)}, and {outcome}")
+            why = choice.why(save_id)
+            notify(f"datastates: iteration {iteration_in_name(name)} is {why}, and {outcome.text}")
         if outcome.is_far:
             brought = save_id
             break
-    if recovery.rank == 0 and choice.warning(brought):
-        notify(choice.warning(brought))
+    if recovery.rank == 0 and (warning := choice.warning(brought)):
+        notify(warning)
     return None if brought is None else iteration_in_name(name)
 
 
@@ -133,9 +134,6 @@ def recover_newest(
 class _Outcome:
     is_far: bool
     text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class _Recovery:

@@ -23,6 +23,10 @@ MOST_ANCESTORS = 1000  # that a manifest names; the oldest ones are left out
 _UNKNOWN = Ancestor(0)  # there are others before, which nobody knows
 
 
+def _last_of(ancestors: tuple[Ancestor, ...] | None) -> SaveId | None:
+    return SaveId.parse(ancestors[-1].save_id) if ancestors else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """What a job resumed from.
@@ -38,7 +42,7 @@ class Origin:
     @property
     def resumed(self) -> SaveId | None:
         """That save; None if it is not known, or was in another format."""
-        return SaveId.parse(self.ancestors[-1].save_id) if self.ancestors else None
+        return _last_of(self.ancestors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Point:
     @property
     def resumed(self) -> SaveId | None:
         """Save that its job resumed from; None if that is not known, or was in another format."""
-        return SaveId.parse(self.ancestors[-1].save_id) if self.ancestors else None
+        return _last_of(self.ancestors)
 
     @property
     def knows_its_ancestors(self) -> bool:
@@ -80,7 +84,7 @@ class Point:
             return any(not one.save_id and one.iteration == other.iteration for one in self.ancestors or ())
         if self.save_id is not None and self.save_id.run_id == other.save_id.run_id:
             return self.save_id.ordinal > other.save_id.ordinal
-        reached = self.reached(other.save_id.run_id)
+        reached = self.reached.get(other.save_id.run_id)
         return reached is not None and reached >= other.save_id.ordinal
 
     def is_apart_from(self, other: Point) -> bool:
@@ -89,17 +93,13 @@ class Point:
         Ancestors that are not known are older than all known ones.
         """
         is_in_line = self.save_id == other.save_id or self.follows(other) or other.follows(self)
-        return not is_in_line and not self._reached.keys().isdisjoint(other._reached)
+        return not is_in_line and not self.reached.keys().isdisjoint(other.reached)
 
     @functools.cached_property  # each of a run's points may be asked about each of its jobs
-    def _reached(self) -> dict[int, int]:
+    def reached(self) -> dict[int, int]:
         """The ordinals of its ancestors, by run id; of two saves of one job, that of the older one."""
         ids = (SaveId.parse(ancestor.save_id) for ancestor in reversed(self.ancestors or ()))
         return {save_id.run_id: save_id.ordinal for save_id in ids if save_id is not None}
-
-    def reached(self, run_id: int) -> int | None:
-        """Returns the ordinal of the save of another job that is an ancestor of this one; None if none is."""
-        return self._reached.get(run_id)
 
 
 def point_of(manifest: Manifest, iteration: int) -> Point:

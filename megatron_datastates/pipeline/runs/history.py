@@ -65,7 +65,7 @@ class History:
         run_id = point.save_id.run_id
         for job in self._later_jobs(run_id, surely):
             # It resumed from that job, unless both have saved since then.
-            is_before = point.reached(job.run_id) is not None and not self._listed_later(job.run_id, run_id)
+            is_before = job.run_id in point.reached and not self._listed_later(job.run_id, run_id)
             has = True if is_before else self._has(job, point, point.save_id)
             if has:
                 kept.append(job)
@@ -79,7 +79,7 @@ class History:
         if point.save_id is None or other.save_id is None:
             return False
         is_later = self._listed_later(point.save_id.run_id, other.save_id.run_id)
-        return point.reached(other.save_id.run_id) is not None if is_later is None else is_later
+        return other.save_id.run_id in point.reached if is_later is None else is_later
 
     def _listed_later(self, run_id: int, other: int) -> bool | None:
         """Returns what the first list says that names both; None if there is none."""

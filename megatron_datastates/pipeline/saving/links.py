@@ -27,15 +27,7 @@ logger = logging.getLogger(__name__)
 _MOST_FILES = 8  # a few layouts may alternate; more than that means that they keep changing
 _MOST_CHANGES = 6  # that are counted: at least every 63rd save compares
 _NEVER = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # recur at every attempt
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """Identifies a file, whatever it is called."""
-
-    device: int
-    inode: int
-    bytes: int
+Identity = tuple[int, int, int]  # of a file, whatever it is called: device, inode and bytes
 
 
 def identity_of(path: Path) -> Identity:
@@ -43,7 +35,7 @@ def identity_of(path: Path) -> Identity:
     facts = os.lstat(path)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return Identity(facts.st_dev, facts.st_ino, facts.st_size)
+    return facts.st_dev, facts.st_ino, facts.st_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,9 +72,7 @@ def plan(rng: random.Random, root: Path) -> Plan:
         kills_all=rng.random() < 0.5,
         peers_live_seconds=rng.choice([0.0, 0.02, 0.3]),
         has_prune=rng.random() < 0.35,
-        prune_point=f"{rng.choice(REMOVAL_OPERATIONS)}:{rng.randint(1, 3)}:kill"
-        if rng.random() < 0.2
-        else "",
+        prune_point=_point_of_prune(rng) if rng.random() < 0.2 else "",
         recipe={
             "root": str(root),
             "before": before,

@@ -1,9 +1,4 @@
-"""Writes the figures of a campaign into docs/faults.md.
-
-    python -m tests.faults.campaign.report results.json
-
-The results go beside it (docs/faults.json), so that the table can be made again.
-"""
+"""Writes counts into docs/faults.md: `python -m tests.faults.campaign.report results.json`."""
 
 from __future__ import annotations
 
@@ -46,9 +41,7 @@ def as_json(results: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, Any]) -> None:
-    """Writes the figures into the document, and as JSON beside it."""
     DOCUMENT.write_text(written(DOCUMENT.read_text(), results))
-    DOCUMENT.with_suffix(".json").write_text(as_json(results))
 
 
 if __name__ == "__main__":
