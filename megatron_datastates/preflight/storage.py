@@ -24,12 +24,15 @@ def file_system(directory: Path, wanted_bytes: int) -> Check:
     """Returns what the directory is on, and whether it has room for so many bytes."""
     facts = os.statvfs(directory)
     free = facts.f_bavail * facts.f_frsize
-    text = f"{_kind(directory)}, {free / 1e9:,.1f} GB free"
+    text = f"{_kind(directory)}, {_gigabytes(free)} free"
     if free < wanted_bytes:
-        return failed(
-            "file system", f"{text}: expected {wanted_bytes / 1e9:,.1f} GB for this trial; see --size"
-        )
+        wanted = _gigabytes(wanted_bytes)
+        return failed("file system", f"{text}: expected {wanted} for this trial; see --size")
     return ok("file system", text)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e9:.2g} GB"
 
 
 def _kind(directory: Path) -> str:
@@ -172,5 +175,5 @@ def _awaited(wanted: dict[int, str], is_there: Callable[[int], bool]) -> list[in
 def _is_there(path: Path, token: str) -> bool:
     try:
         return path.read_text() == token
-    except FileNotFoundError:
+    except (OSError, UnicodeDecodeError):  # on this rank alone: the others wait for its result
         return False

@@ -1,7 +1,10 @@
 """datastates preflight: what it tries before a run, and what it finds where that does not work."""
 
+import dataclasses
 import errno
 import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from megatron_datastates.errors import HookPointError
+from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.preflight import run as whole
 from megatron_datastates.preflight import software, storage
 from megatron_datastates.preflight import trial as trials
@@ -61,8 +65,8 @@ def test_the_bytes_of_each_save_rank_and_tensor_differ() -> None:
 def test_one_wrong_bit_in_what_was_loaded_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = trials.load
 
-    def load(directory: Path, into: dict[str, torch.Tensor]) -> Any:
-        found = original(directory, into=into)
+    def load(directory: Path, into: dict[str, torch.Tensor], **options: Any) -> Any:
+        found = original(directory, into=into, **options)
         into["rank0.large0"][77] ^= 4
         return found
 
@@ -77,6 +81,49 @@ def test_a_failed_save_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = json_of("preflight", tmp_path, *SMALL, code=1)
     assert found["trial"] is None and "(errno 5)" in text_of(found, "save")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_file_of_runs_gets_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DATASTATES_REPORT_FILE", str(tmp_path / "reports.jsonl"))
+    assert json_of("preflight", tmp_path / "run", *SMALL)["good"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_the_environment_are_shown_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert software._options() == ok("options", "none are set in the environment")
+    monkeypatch.setenv("MEGATRON_DATASTATES_NEAR", "/local/near")
+    assert software._options().verdict is Verdict.NOTE
+    assert "=/local/near; the near tier is not tried" in software._options().text
+    monkeypatch.setenv("MEGATRON_DATASTATES_STAGING_MEMORY", "much")
+    found = json_of("preflight", tmp_path, *SMALL, code=1)  # before ranks wait for each other in a save
+    assert "STAGING_MEMORY='much'" in text_of(found, "options") and "save" not in verdicts(found)
+
+
+def test_a_termination_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(trials, "load", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    assert run("preflight", tmp_path / "run", *SMALL)[0] == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_error_of_torch_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory\nframe 0")
+
+    monkeypatch.setattr(whole, "State", state)
+    monkeypatch.setenv("RANK", "0")
+    code, _, reported = run("preflight", tmp_path / "run", *SMALL)
+    assert code == 2 and "rank 0: OutOfMemoryError: out of memory (other ranks may" in reported
+    assert "frame" not in reported and list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_rate_is_one_that_plan_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.Trial, "write_rate", property(lambda trial: 3e5))
+    _, printed, _ = run("preflight", tmp_path, *SMALL)
+    (rate,) = re.findall(r"--rate (\S+)", printed)
+    assert rate == "300kB/s" and run("plan", "--params", "1B", "--rate", rate)[0] == 0
 
 
 @pytest.fixture
@@ -142,6 +189,23 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     assert verdicts(found)["directory"] == "failed" and "Not a directory" in text_of(found, "directory")
 
 
+def test_a_directory_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.stat
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "private" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *args, **kwargs)
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        stat(path)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    found = json_of("preflight", tmp_path / "private" / "run", *SMALL, code=1)
+    assert "Permission denied" in text_of(found, "directory")
+
+
 @pytest.mark.parametrize("size", ["1KiB", "many"])
 def test_a_size_that_makes_no_sense_is_refused(tmp_path: Path, size: str) -> None:
     code, _, reported = run("preflight", tmp_path, "--size", size)
@@ -162,6 +226,25 @@ def test_files_of_other_ranks_that_are_missing_are_named(
     assert storage.visibility(tmp_path, 3, nodes, "this one").verdict is Verdict.OK
     (tmp_path / "rank-0").unlink()
     assert "of 1 rank, first of rank 0 on node a" in storage.visibility(tmp_path, 3, nodes, "this one").text
+
+
+def test_a_file_that_cannot_be_read_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on one rank alone would leave the others waiting for its result."""
+    monkeypatch.setattr(storage, "_SECONDS", 0.05)
+    storage.calls(tmp_path, 0, "this one")
+
+    def read_text(path: Path) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert storage.visibility(tmp_path, 1, ["a", "b"], "this one").verdict is Verdict.FAILED
+
+
+def test_little_room_is_not_rounded_to_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = type("", (), {"f_bavail": 30, "f_frsize": 4096})
+    monkeypatch.setattr(os, "statvfs", lambda path: facts)
+    text = storage.file_system(tmp_path, 2 << 20).text
+    assert "0.00012 GB free: expected 0.0021 GB" in text
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.5, Verdict.NOTE), (3.5, Verdict.FAILED)])
@@ -191,15 +274,39 @@ def test_results_of_ranks_are_merged() -> None:
 
 def test_missing_hook_points_and_untested_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.versions, "installed_version", lambda: "0.31.0+abc")
-    (megatron,) = software._megatron()
+    megatron = software._megatron()
     assert megatron.verdict is Verdict.NOTE and "0.31.0 is untested" in megatron.text
 
     def attach() -> None:
         raise HookPointError("megatron-core 0.31.0 has no such.thing")
 
     monkeypatch.setattr(software, "attach_saving", attach)
-    (megatron,) = software._megatron()
+    megatron = software._megatron()
     assert megatron.verdict is Verdict.FAILED and "such.thing" in megatron.text
+
+
+def test_missing_hook_points_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's import only warns of them, and looks like one without this package."""
+    release = versions.installed()
+    gone = versions.Hook(
+        "megatron.core.dist_checkpointing.core", "gone", "load.by_format.wrap_maybe_load_config"
+    )
+    monkeypatch.setattr(
+        versions, "installed", lambda: dataclasses.replace(release, loading=(*release.loading, gone))
+    )
+    megatron = software._megatron()
+    assert megatron.verdict is Verdict.FAILED and "dist_checkpointing.core.gone" in megatron.text
+
+
+def test_megatron_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, perhaps: the others wait for its result."""
+
+    def attach() -> None:
+        raise RuntimeError("libcudart.so is missing")
+
+    monkeypatch.setattr(software, "attach_saving", attach)
+    megatron = software._megatron()
+    assert megatron.verdict is Verdict.FAILED and "RuntimeError: libcudart.so" in megatron.text
 
 
 def test_torch_that_does_not_activate_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
