@@ -118,8 +118,12 @@ def _plain(result: Result) -> dict[str, object]:
     ]
     trial = None
     if result.trial is not None:
-        rates = {"write_rate": result.trial.write_rate, "load_rate": result.trial.load_rate}
-        trial = dataclasses.asdict(result.trial) | rates
+        load_rate = result.trial.load_rate if result.is_good else None
+        trial = dataclasses.asdict(result.trial) | {
+            "write_rate": result.trial.write_rate,
+            "load_rate": load_rate,
+        }
+        del trial["fault"]  # of rank 0; the check of loads has that of all
     return {"good": result.is_good, "ranks": result.ranks, "nodes": result.nodes} | {
         "checks": checks,
         "trial": trial,
@@ -143,7 +147,7 @@ def _print_trial(result: Result, trial: Trial) -> None:
         ("call that saves", _times([f"{value:.1f} ms" for value in _middle(trial.start_ms)])),
         ("until on storage", _times([f"{value:.2f} s" for value in _middle(trial.durable_s)])),
         ("written at", rate),
-        ("loaded at", _rate(trial.load_rate)),
+        *([("loaded at", _rate(trial.load_rate))] if result.is_good else []),
         ("for your model", f"datastates plan ... --rate {rate.replace(' ', '')} --rate-per all"),
     ]
     say_rows([(f"  {name}", text) for name, text in rows])

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_json_has_checks_and_rates(tmp_path: Path) -> None:
     assert verdicts(found)["load"] == verdicts(found)["save"] == "ok"
     trial = found["trial"]
     assert trial["bytes"] == 2 << 20 and len(trial["start_ms"]) == len(trial["durable_s"]) == 2
-    assert trial["write_rate"] > 0 and trial["load_rate"] > 0 and trial["fault"] is None
+    assert trial["write_rate"] > 0 and trial["load_rate"] > 0 and "fault" not in trial
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,6 +75,8 @@ def test_one_wrong_bit_in_what_was_loaded_is_found(tmp_path: Path, monkeypatch: 
     found = json_of("preflight", tmp_path, *SMALL, code=1)
     assert verdicts(found)["load"] == "failed" and "first 'rank0.large0'" in text_of(found, "load")
     assert "1 tensor " in text_of(found, "load")
+    assert found["trial"]["write_rate"] > 0 and found["trial"]["load_rate"] is None
+    assert "loaded at" not in run("preflight", tmp_path, *SMALL)[1]
 
 
 def test_a_failed_save_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +131,20 @@ def test_a_slow_rate_is_one_that_plan_reads(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that lets calls of the module `os` fail."""
+    """A function that lets calls of the system fail."""
 
     def refuse(name: str, code: int, flags: int = 0) -> None:
-        original = getattr(os, name)
+        where = os if hasattr(os, name) else storage
+        original = getattr(where, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name != "open" or args[1] & flags:
-                raise OSError(code, os.strerror(code))
-            return original(*args, **kwargs)
+            if flags and not args[1] & flags:
+                return original(*args, **kwargs)
+            if name == "fsync" and not stat.S_ISDIR(os.fstat(args[0]).st_mode) and code == errno.EINVAL:
+                return original(*args, **kwargs)
+            raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(storage.os, name, call)
+        monkeypatch.setattr(where, name, call)
 
     yield refuse
 
@@ -147,8 +153,10 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("name", "call", "words"),
     [
         ("direct I/O", ("open", errno.EINVAL, os.O_DIRECT), "page cache"),
-        ("reserved space", ("posix_fallocate", errno.EOPNOTSUPP), "a full disk is noticed in the middle"),
+        ("reserved space", ("_fallocate", errno.EOPNOTSUPP), "others may take meanwhile"),
+        ("reserved space", ("_fallocate", 524), "others may take meanwhile"),  # ENOTSUPP, of Linux
         ("hard links", ("link", errno.EPERM), "written again in every checkpoint"),
+        ("hard links", ("link", errno.EACCES), "refused (Permission denied)"),
     ],
 )
 def test_what_saves_do_without_is_noted(
@@ -162,13 +170,23 @@ def test_what_saves_do_without_is_noted(
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("sync", ("fsync", errno.EIO)), ("direct I/O", ("open", errno.EACCES, os.O_DIRECT))],
+    [
+        ("sync", ("fsync", errno.EIO)),
+        ("direct I/O", ("open", errno.EACCES, os.O_DIRECT)),
+        ("reserved space", ("_fallocate", errno.EDQUOT)),
+    ],
 )
 def test_what_saves_need_fails_by_name(refusing: Any, tmp_path: Path, name: str, call: Any) -> None:
     refusing(*call)
     checks = {check.name: check for check in storage.calls(tmp_path, 3, "this one")}
     assert [check.name for check in checks.values() if check.verdict is Verdict.FAILED] == [name]
     assert os.strerror(call[1]) in checks[name].text
+
+
+def test_a_directory_that_cannot_be_synced_is_good(refusing: Any, tmp_path: Path) -> None:
+    """Saves do without that, too."""
+    refusing("fsync", errno.EINVAL)
+    assert {check.verdict for check in storage.calls(tmp_path, 3, "this one")} == {Verdict.OK}
 
 
 def test_no_room_is_found_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
