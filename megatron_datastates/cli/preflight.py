@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import signal
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -24,7 +29,7 @@ from megatron_datastates.cli.shared import (
     say_rows,
     size_text,
 )
-from megatron_datastates.errors import OptionError
+from megatron_datastates.errors import DataStatesError, OptionError
 
 if TYPE_CHECKING:
     from megatron_datastates.preflight.run import Result
@@ -64,7 +69,7 @@ def preflight(directory: Path, size: str, saves: int, as_json: bool) -> None:
         datastates preflight runs/gpt
         torchrun --nproc-per-node 8 -m megatron_datastates preflight /lustre/me/run --size 4GiB
     """
-    with reported_errors():
+    with reported_errors(), _cleaning_up():
         wanted = parse_size("--size", size)
         if wanted < _LEAST_BYTES:
             cannot(OptionError(f"--size {size}: expected at least 1MiB"))
@@ -72,15 +77,38 @@ def preflight(directory: Path, size: str, saves: int, as_json: bool) -> None:
 
         ranks = run.Ranks()
         is_first = ranks.rank == 0
-        try:
-            result = run.preflight(
-                ranks, directory, wanted, saves, note if is_first and not as_json else lambda text: None
-            )
-        finally:
-            ranks.close()
-    if is_first:
-        print_json(_plain(result)) if as_json else _print(result)
+        show = note if is_first and not as_json else lambda text: None
+        result = run.preflight(ranks, directory, wanted, saves, show)
+        if is_first:
+            print_json(_plain(result)) if as_json else _print(result)
+        ranks.close()
     raise click.exceptions.Exit(0 if result.is_good else 1)
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Removes what was written at a SIGTERM, too; reports errors of torch in one line.
+
+    Where a rank ends, torch raises an error on those that wait for it, and torchrun sends them a SIGTERM.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except (click.exceptions.Exit, DataStatesError):
+        raise
+    except (RuntimeError, ValueError, MemoryError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        text = f"{type(error).__name__}: {first}"
+        if "RANK" in os.environ:
+            text = f"rank {os.environ['RANK']}: {text} (other ranks may say why)"
+        cannot(DataStatesError(text))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _plain(result: Result) -> dict[str, object]:
@@ -90,8 +118,12 @@ def _plain(result: Result) -> dict[str, object]:
     ]
     trial = None
     if result.trial is not None:
-        rates = {"write_rate": result.trial.write_rate, "load_rate": result.trial.load_rate}
-        trial = dataclasses.asdict(result.trial) | rates
+        load_rate = result.trial.load_rate if result.is_good else None
+        trial = dataclasses.asdict(result.trial) | {
+            "write_rate": result.trial.write_rate,
+            "load_rate": load_rate,
+        }
+        del trial["fault"]  # of rank 0; the check of loads has that of all
     return {"good": result.is_good, "ranks": result.ranks, "nodes": result.nodes} | {
         "checks": checks,
         "trial": trial,
@@ -110,14 +142,19 @@ def _print(result: Result) -> None:
 def _print_trial(result: Result, trial: Trial) -> None:
     where = f"{counted(result.ranks, 'rank')} on {counted(result.nodes, 'node')}"
     say(f"{where}, {size_text(trial.bytes)} a checkpoint; medians, and the largest in parentheses:")
+    rate = _rate(trial.write_rate)
     rows = [
         ("call that saves", _times([f"{value:.1f} ms" for value in _middle(trial.start_ms)])),
         ("until on storage", _times([f"{value:.2f} s" for value in _middle(trial.durable_s)])),
-        ("written at", f"{size_text(round(trial.write_rate))}/s"),
-        ("loaded at", f"{size_text(round(trial.load_rate))}/s"),
-        ("for your model", f"datastates plan ... --rate {trial.write_rate / 1e9:.2f}GB/s --rate-per all"),
+        ("written at", rate),
+        *([("loaded at", _rate(trial.load_rate))] if result.is_good else []),
+        ("for your model", f"datastates plan ... --rate {rate.replace(' ', '')} --rate-per all"),
     ]
     say_rows([(f"  {name}", text) for name, text in rows])
+
+
+def _rate(rate: float) -> str:
+    return f"{size_text(round(rate))}/s"
 
 
 def _middle(values: list[float]) -> tuple[float, float]:

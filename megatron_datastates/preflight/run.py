@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_datastates.engine.memory import free_bytes, local_ranks
-from megatron_datastates.errors import DataStatesError, describe_error
+from megatron_datastates.errors import SaveFailedError, describe_error
 from megatron_datastates.preflight import storage
 from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
 from megatron_datastates.preflight.software import software
@@ -68,8 +68,14 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        """Leaves the other ranks."""
+        """Waits for the other ranks, and leaves them.
+
+        torchrun ends all ranks as soon as one has ended with an exit code of 1: none may before rank 0 has
+        printed, and removed what was written.
+        """
         if self.size > 1:
+            with contextlib.suppress(RuntimeError):  # another rank has ended: here, all is done
+                self.gathered(None)
             torch.distributed.destroy_process_group()
 
 
@@ -127,7 +133,7 @@ def _try_out(ranks: Ranks, state: State, folder: Path, saves: int, result: Resul
             total=lambda value: sum(ranks.gathered(value)),
             before=clean,
         )
-    except DataStatesError as error:  # the same on all ranks
+    except SaveFailedError as error:  # the same on all ranks
         result.checks.append(failed("save", describe_error(error)))
     else:
         result.checks.append(ok("save", f"{saves} of {saves} published"))
@@ -151,17 +157,22 @@ def _folder(ranks: Ranks, directory: Path) -> Iterator[tuple[Path, str | None]]:
     """Makes a folder for a trial; yields it, and why it could not be made. Removes it at the end."""
     token = ranks.gathered(secrets.token_hex(4))[0]
     folder, trouble = directory / f"datastates-preflight-{token}", None
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    made: list[Path] = []
+
+    def make() -> None:
+        made.extend(path for path in folder.parents if not path.exists())
+        folder.mkdir(parents=True, exist_ok=True)
+
     try:
         if ranks.rank == 0:
             try:
-                folder.mkdir(parents=True)
+                make()
             except OSError as error:
                 trouble = describe_error(error)
         trouble = ranks.gathered(trouble)[0]
         if trouble is None:
             with contextlib.suppress(OSError):  # where it is not shared, `visibility` finds out
-                folder.mkdir(parents=True, exist_ok=True)
+                make()
         yield folder, trouble
     finally:
         if ranks.rank == 0 or os.environ.get("LOCAL_RANK") == "0":  # of a node that does not share it

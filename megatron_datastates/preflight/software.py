@@ -1,4 +1,7 @@
-"""Checks of what is installed: Python, torch, Megatron-Core, and whether this package is active in it."""
+"""Checks of what is installed: Python, torch, Megatron-Core, and whether this package is active in it.
+
+Also of the options that the environment sets, with which the trial saves and loads.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,22 @@ from importlib.metadata import entry_points
 
 import torch
 
-from megatron_datastates.errors import HookPointError
+from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
+from megatron_datastates.errors import HookPointError, describe_error
 from megatron_datastates.mcore.hooks import versions
-from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training
-from megatron_datastates.preflight.checks import Check, failed, noted, ok
+from megatron_datastates.mcore.hooks.attach import attach_loading, attach_saving, attach_training
+from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def software() -> list[Check]:
-    """Returns one result each for torch, activation and Megatron."""
+    """Returns one result each for torch, activation, Megatron and options."""
     device = "no GPU"
     if torch.cuda.is_available():
         device = f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
     python = f"Python {platform.python_version()}, torch {torch.__version__}, {device}"
-    return [ok("python", python), _activation(), *_megatron()]
+    return [ok("python", python), _activation(), _megatron(), tried("options", _options)]
 
 
 def _activation() -> Check:
@@ -44,25 +48,38 @@ def _activation() -> Check:
     return ok("activation", "`import torch` activates this package")
 
 
-def _megatron() -> list[Check]:
+def _megatron() -> Check:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        return [noted("megatron", "megatron-core is not installed: only ds.save, ds.load and DCP work")]
-    version = versions.installed_version()
-    shown = version.partition("+")[0]  # Megatron adds the commit of the directory that it is imported in
+        return noted("megatron", "megatron-core is not installed: only ds.save, ds.load and DCP work")
     try:
+        version = versions.installed_version()
+        has_loop = importlib.util.find_spec("megatron.training") is not None
+        attach_loading(in_loop=has_loop)
         attach_saving()
-        if importlib.util.find_spec("megatron.training") is None:
-            return [
-                noted(
-                    "megatron",
-                    f"megatron-core {shown} without megatron.training: --ckpt-format needs Megatron-LM's "
-                    "checkout (on the PYTHONPATH)",
-                )
-            ]
-        attach_training()
+        if has_loop:
+            attach_training()
     except HookPointError as error:
-        return [failed("megatron", str(error))]
+        return failed("megatron", str(error))
+    except Exception as error:  # of Megatron's modules, and of all that they import
+        text = f"its modules cannot be imported: {type(error).__name__}: {describe_error(error)}"
+        return failed("megatron", text)
+    shown = version.partition("+")[0]  # Megatron adds the commit of the directory that it is imported in
+    if not has_loop:
+        return noted(
+            "megatron",
+            f"megatron-core {shown} without megatron.training: --ckpt-format needs Megatron-LM's checkout "
+            "(on the PYTHONPATH)",
+        )
     if not versions.is_tested(version):
         untested = f"megatron-core {shown} is untested, so saves are not lazy (docs/operations.md)"
-        return [noted("megatron", untested)]
-    return [ok("megatron", f"megatron-core {shown}: tested; all hook points exist")]
+        return noted("megatron", untested)
+    return ok("megatron", f"megatron-core {shown}: tested; all hook points exist")
+
+
+def _options() -> Check:
+    near = Options.from_environment().near
+    names = sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX))
+    text = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none are set in the environment"
+    if near:
+        return noted("options", f"{text}; the near tier is not tried: run this with {near} as DIR, too")
+    return ok("options", text)

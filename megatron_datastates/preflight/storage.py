@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -10,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.pipeline.publishing.presence import VISIBLE_SECONDS
 from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
 
 _BLOCK = 4096
-_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
+# Errors that end a save where it reserves space; any other says that this file system cannot (data_file.cc).
+_LACKING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM)
 _SECONDS = 30.0  # for which ranks look for the files of others
 _SLOW_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
@@ -24,12 +27,15 @@ def file_system(directory: Path, wanted_bytes: int) -> Check:
     """Returns what the directory is on, and whether it has room for so many bytes."""
     facts = os.statvfs(directory)
     free = facts.f_bavail * facts.f_frsize
-    text = f"{_kind(directory)}, {free / 1e9:,.1f} GB free"
+    text = f"{_kind(directory)}, {_gigabytes(free)} free"
     if free < wanted_bytes:
-        return failed(
-            "file system", f"{text}: expected {wanted_bytes / 1e9:,.1f} GB for this trial; see --size"
-        )
+        wanted = _gigabytes(wanted_bytes)
+        return failed("file system", f"{text}: expected {wanted} for this trial; see --size")
     return ok("file system", text)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e9:.2g} GB"
 
 
 def _kind(directory: Path) -> str:
@@ -68,7 +74,7 @@ def _direct(path: Path) -> Check:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno != errno.EINVAL:
             raise
         return noted("direct I/O", "refused: files are written through the page cache, which is slower")
     if back[:] != block[:]:
@@ -79,14 +85,21 @@ def _direct(path: Path) -> Check:
 def _reserve(path: Path) -> Check:
     with path.open("wb") as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, 256 * _BLOCK)
+            _fallocate(file.fileno(), 256 * _BLOCK)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if error.errno in _LACKING:
                 raise
-            return noted(
-                "reserved space", "cannot be reserved: a full disk is noticed in the middle of a save"
-            )
+            text = "cannot be reserved: saves look at the free space before, which others may take meanwhile"
+            return noted("reserved space", text)
     return ok("reserved space", "works")
+
+
+def _fallocate(descriptor: int, count: int) -> None:
+    """Calls the system: where that cannot reserve, os.posix_fallocate writes, and succeeds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(count)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _rename(path: Path, old: Path, token: str) -> Check:
@@ -104,14 +117,13 @@ def _rename(path: Path, old: Path, token: str) -> Check:
 def _link(path: Path) -> Check:
     first, second = path.with_name(f"{path.name}-first"), path.with_name(f"{path.name}-second")
     first.write_text("linked")
+    again = "frozen tensors are written again in every checkpoint"
     try:
         os.link(first, second)
     except OSError as error:
-        if error.errno not in (*_UNSUPPORTED, errno.EMLINK, errno.EXDEV):
-            raise
-        return noted("hard links", "refused: frozen tensors are written again in every checkpoint")
+        return noted("hard links", f"refused ({error.strerror}): {again}")
     if not second.samefile(first):
-        return failed("hard links", "a hard link is not the file that it was made of")
+        return noted("hard links", f"a link is not the file that it was made of: {again}")
     return ok("hard links", "work")
 
 
@@ -121,11 +133,7 @@ def _sync(path: Path) -> Check:
         file.write(bytes(_BLOCK))
         file.flush()
         os.fsync(file.fileno())
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(path.parent)
     took = time.perf_counter() - before
     if took > _SLOW_SECONDS:
         return noted("sync", f"a file of 4 kB and its directory took {took:.1f} s to sync")
@@ -172,5 +180,5 @@ def _awaited(wanted: dict[int, str], is_there: Callable[[int], bool]) -> list[in
 def _is_there(path: Path, token: str) -> bool:
     try:
         return path.read_text() == token
-    except FileNotFoundError:
+    except (OSError, UnicodeDecodeError):  # on this rank alone: the others wait for its result
         return False

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron_datastates.errors import DataStatesError, describe_error
 _TENSOR_BYTES = 64 << 20
 _SMALL_ELEMENTS, _SMALL_TENSORS = 1000, 100  # as biases and norms
 _POLL_SECONDS = 0.02
+_UNREPORTED: dict[str, Any] = {"report_file": ""}  # that of the environment is for the reports of runs
 _MIXING = -7046029254386353131  # an odd number whose bits are mixed: 2**64 divided by the golden ratio
 
 
@@ -116,7 +118,7 @@ def save_and_load(
             torch.cuda.synchronize()
         largest(0.0)  # all ranks begin together
         begin = time.perf_counter()
-        handle = async_save(state.tensors, folder / f"save-{number}", lazy=True)
+        handle = async_save(state.tensors, folder / f"save-{number}", lazy=True, **_UNREPORTED)
         start_ms.append(largest(1000 * (time.perf_counter() - begin)))
         while not handle.done():
             time.sleep(_POLL_SECONDS)
@@ -127,7 +129,7 @@ def save_and_load(
     largest(0.0)
     begin, fault = time.perf_counter(), None
     try:
-        load(folder / f"save-{saves - 1}", into=state.tensors)
+        load(folder / f"save-{saves - 1}", into=state.tensors, **_UNREPORTED)
     except (DataStatesError, OSError) as error:  # of this rank alone: the others wait for it
         fault = describe_error(error)
     load_s = largest(time.perf_counter() - begin)

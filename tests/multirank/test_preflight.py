@@ -22,3 +22,8 @@ def test_nodes_that_do_not_share_it(world: World, tmp_path: Path) -> None:
     verdict, text = first["checks"]["shared directory"]
     assert verdict == "FAILED" and "does not see the files of 1 rank" in text and "2 of 2 ranks" in text
     assert [list(node.iterdir()) for node in nodes] == [[], []]
+
+
+def test_no_rank_ends_before_the_first_has_printed(world: World, tmp_path: Path) -> None:
+    """torchrun would end the first one, too, with results unprinted and files left."""
+    assert world.run("preflight_ranks:close", tmp_path)[1]["printed"]

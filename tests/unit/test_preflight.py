@@ -1,7 +1,11 @@
 """datastates preflight: what it tries before a run, and what it finds where that does not work."""
 
+import dataclasses
 import errno
 import os
+import re
+import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import pytest
 import torch
 
 from megatron_datastates.errors import HookPointError
+from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.preflight import run as whole
 from megatron_datastates.preflight import software, storage
 from megatron_datastates.preflight import trial as trials
@@ -42,7 +47,7 @@ def test_json_has_checks_and_rates(tmp_path: Path) -> None:
     assert verdicts(found)["load"] == verdicts(found)["save"] == "ok"
     trial = found["trial"]
     assert trial["bytes"] == 2 << 20 and len(trial["start_ms"]) == len(trial["durable_s"]) == 2
-    assert trial["write_rate"] > 0 and trial["load_rate"] > 0 and trial["fault"] is None
+    assert trial["write_rate"] > 0 and trial["load_rate"] > 0 and "fault" not in trial
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,8 +66,8 @@ def test_the_bytes_of_each_save_rank_and_tensor_differ() -> None:
 def test_one_wrong_bit_in_what_was_loaded_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = trials.load
 
-    def load(directory: Path, into: dict[str, torch.Tensor]) -> Any:
-        found = original(directory, into=into)
+    def load(directory: Path, into: dict[str, torch.Tensor], **options: Any) -> Any:
+        found = original(directory, into=into, **options)
         into["rank0.large0"][77] ^= 4
         return found
 
@@ -70,6 +75,8 @@ def test_one_wrong_bit_in_what_was_loaded_is_found(tmp_path: Path, monkeypatch: 
     found = json_of("preflight", tmp_path, *SMALL, code=1)
     assert verdicts(found)["load"] == "failed" and "first 'rank0.large0'" in text_of(found, "load")
     assert "1 tensor " in text_of(found, "load")
+    assert found["trial"]["write_rate"] > 0 and found["trial"]["load_rate"] is None
+    assert "loaded at" not in run("preflight", tmp_path, *SMALL)[1]
 
 
 def test_a_failed_save_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,19 +86,65 @@ def test_a_failed_save_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_report_file_of_runs_gets_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DATASTATES_REPORT_FILE", str(tmp_path / "reports.jsonl"))
+    assert json_of("preflight", tmp_path / "run", *SMALL)["good"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_the_environment_are_shown_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert software._options() == ok("options", "none are set in the environment")
+    monkeypatch.setenv("MEGATRON_DATASTATES_NEAR", "/local/near")
+    assert software._options().verdict is Verdict.NOTE
+    assert "=/local/near; the near tier is not tried" in software._options().text
+    monkeypatch.setenv("MEGATRON_DATASTATES_STAGING_MEMORY", "much")
+    found = json_of("preflight", tmp_path, *SMALL, code=1)  # before ranks wait for each other in a save
+    assert "STAGING_MEMORY='much'" in text_of(found, "options") and "save" not in verdicts(found)
+
+
+def test_a_termination_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(trials, "load", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    assert run("preflight", tmp_path / "run", *SMALL)[0] == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_error_of_torch_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory\nframe 0")
+
+    monkeypatch.setattr(whole, "State", state)
+    monkeypatch.setenv("RANK", "0")
+    code, _, reported = run("preflight", tmp_path / "run", *SMALL)
+    assert code == 2 and "rank 0: OutOfMemoryError: out of memory (other ranks may" in reported
+    assert "frame" not in reported and list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_rate_is_one_that_plan_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.Trial, "write_rate", property(lambda trial: 3e5))
+    _, printed, _ = run("preflight", tmp_path, *SMALL)
+    (rate,) = re.findall(r"--rate (\S+)", printed)
+    assert rate == "300kB/s" and run("plan", "--params", "1B", "--rate", rate)[0] == 0
+
+
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that lets calls of the module `os` fail."""
+    """A function that lets calls of the system fail."""
 
     def refuse(name: str, code: int, flags: int = 0) -> None:
-        original = getattr(os, name)
+        where = os if hasattr(os, name) else storage
+        original = getattr(where, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name != "open" or args[1] & flags:
-                raise OSError(code, os.strerror(code))
-            return original(*args, **kwargs)
+            if flags and not args[1] & flags:
+                return original(*args, **kwargs)
+            if name == "fsync" and not stat.S_ISDIR(os.fstat(args[0]).st_mode) and code == errno.EINVAL:
+                return original(*args, **kwargs)
+            raise OSError(code, os.strerror(code))
 
-        monkeypatch.setattr(storage.os, name, call)
+        monkeypatch.setattr(where, name, call)
 
     yield refuse
 
@@ -100,8 +153,10 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("name", "call", "words"),
     [
         ("direct I/O", ("open", errno.EINVAL, os.O_DIRECT), "page cache"),
-        ("reserved space", ("posix_fallocate", errno.EOPNOTSUPP), "a full disk is noticed in the middle"),
+        ("reserved space", ("_fallocate", errno.EOPNOTSUPP), "others may take meanwhile"),
+        ("reserved space", ("_fallocate", 524), "others may take meanwhile"),  # ENOTSUPP, of Linux
         ("hard links", ("link", errno.EPERM), "written again in every checkpoint"),
+        ("hard links", ("link", errno.EACCES), "refused (Permission denied)"),
     ],
 )
 def test_what_saves_do_without_is_noted(
@@ -115,13 +170,23 @@ def test_what_saves_do_without_is_noted(
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("sync", ("fsync", errno.EIO)), ("direct I/O", ("open", errno.EACCES, os.O_DIRECT))],
+    [
+        ("sync", ("fsync", errno.EIO)),
+        ("direct I/O", ("open", errno.EACCES, os.O_DIRECT)),
+        ("reserved space", ("_fallocate", errno.EDQUOT)),
+    ],
 )
 def test_what_saves_need_fails_by_name(refusing: Any, tmp_path: Path, name: str, call: Any) -> None:
     refusing(*call)
     checks = {check.name: check for check in storage.calls(tmp_path, 3, "this one")}
     assert [check.name for check in checks.values() if check.verdict is Verdict.FAILED] == [name]
     assert os.strerror(call[1]) in checks[name].text
+
+
+def test_a_directory_that_cannot_be_synced_is_good(refusing: Any, tmp_path: Path) -> None:
+    """Saves do without that, too."""
+    refusing("fsync", errno.EINVAL)
+    assert {check.verdict for check in storage.calls(tmp_path, 3, "this one")} == {Verdict.OK}
 
 
 def test_no_room_is_found_before_anything_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +205,23 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = json_of("preflight", tmp_path / "file" / "run", *SMALL, code=1)
     assert verdicts(found)["directory"] == "failed" and "Not a directory" in text_of(found, "directory")
+
+
+def test_a_directory_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.stat
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "private" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *args, **kwargs)
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        stat(path)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    found = json_of("preflight", tmp_path / "private" / "run", *SMALL, code=1)
+    assert "Permission denied" in text_of(found, "directory")
 
 
 @pytest.mark.parametrize("size", ["1KiB", "many"])
@@ -162,6 +244,25 @@ def test_files_of_other_ranks_that_are_missing_are_named(
     assert storage.visibility(tmp_path, 3, nodes, "this one").verdict is Verdict.OK
     (tmp_path / "rank-0").unlink()
     assert "of 1 rank, first of rank 0 on node a" in storage.visibility(tmp_path, 3, nodes, "this one").text
+
+
+def test_a_file_that_cannot_be_read_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on one rank alone would leave the others waiting for its result."""
+    monkeypatch.setattr(storage, "_SECONDS", 0.05)
+    storage.calls(tmp_path, 0, "this one")
+
+    def read_text(path: Path) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert storage.visibility(tmp_path, 1, ["a", "b"], "this one").verdict is Verdict.FAILED
+
+
+def test_little_room_is_not_rounded_to_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = type("", (), {"f_bavail": 30, "f_frsize": 4096})
+    monkeypatch.setattr(os, "statvfs", lambda path: facts)
+    text = storage.file_system(tmp_path, 2 << 20).text
+    assert "0.00012 GB free: expected 0.0021 GB" in text
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.5, Verdict.NOTE), (3.5, Verdict.FAILED)])
@@ -191,15 +292,39 @@ def test_results_of_ranks_are_merged() -> None:
 
 def test_missing_hook_points_and_untested_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.versions, "installed_version", lambda: "0.31.0+abc")
-    (megatron,) = software._megatron()
+    megatron = software._megatron()
     assert megatron.verdict is Verdict.NOTE and "0.31.0 is untested" in megatron.text
 
     def attach() -> None:
         raise HookPointError("megatron-core 0.31.0 has no such.thing")
 
     monkeypatch.setattr(software, "attach_saving", attach)
-    (megatron,) = software._megatron()
+    megatron = software._megatron()
     assert megatron.verdict is Verdict.FAILED and "such.thing" in megatron.text
+
+
+def test_missing_hook_points_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's import only warns of them, and looks like one without this package."""
+    release = versions.installed()
+    gone = versions.Hook(
+        "megatron.core.dist_checkpointing.core", "gone", "load.by_format.wrap_maybe_load_config"
+    )
+    monkeypatch.setattr(
+        versions, "installed", lambda: dataclasses.replace(release, loading=(*release.loading, gone))
+    )
+    megatron = software._megatron()
+    assert megatron.verdict is Verdict.FAILED and "dist_checkpointing.core.gone" in megatron.text
+
+
+def test_megatron_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, perhaps: the others wait for its result."""
+
+    def attach() -> None:
+        raise RuntimeError("libcudart.so is missing")
+
+    monkeypatch.setattr(software, "attach_saving", attach)
+    megatron = software._megatron()
+    assert megatron.verdict is Verdict.FAILED and "RuntimeError: libcudart.so" in megatron.text
 
 
 def test_torch_that_does_not_activate_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

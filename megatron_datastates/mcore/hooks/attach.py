@@ -82,6 +82,20 @@ def attach_module(module: ModuleType) -> None:
     _attach(hooks, "load checkpoints of the datastates format")
 
 
+def attach_loading(*, in_loop: bool) -> None:
+    """Attaches all hooks for loading, which importing Megatron's modules has done unless some were missing.
+
+    Args:
+        in_loop: also those in Megatron's training loop.
+
+    Raises:
+        HookPointError: this release of Megatron lacks some of the hook points.
+    """
+    hooks = versions.installed().loading
+    wanted = [hook for hook in hooks if in_loop or not hook.module.startswith("megatron.training.")]
+    _attach(wanted, "load checkpoints of the datastates format")
+
+
 # Cached because every strategy calls it, and a search for packages that are not installed takes 1 ms.
 @functools.cache
 def attach_saving() -> None:
