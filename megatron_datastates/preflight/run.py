@@ -114,7 +114,10 @@ def preflight(
         _try_out(ranks, State(ranks.rank, size, ranks.device), folder, saves, result)
         if result.trial is not None:
             fault = result.trial.fault
-            add([ok("load", "the same bits") if fault is None else failed("load", fault)])
+            good = (
+                "the same bits" if ranks.size == 1 else "the same bits, each rank what another one has saved"
+            )
+            add([ok("load", good) if fault is None else failed("load", fault)])
     return result
 
 
@@ -129,6 +132,7 @@ def _try_out(ranks: Ranks, state: State, folder: Path, saves: int, result: Resul
             state,
             folder,
             saves,
+            (ranks.rank + (local_ranks() if len(set(ranks.nodes)) > 1 else 1)) % ranks.size,
             largest=lambda value: max(ranks.gathered(value)),
             total=lambda value: sum(ranks.gathered(value)),
             before=clean,

@@ -72,6 +72,12 @@ class State:
         for number, tensor in enumerate(self.tensors.values()):
             tensor.copy_(self._values(number, save, len(tensor)))
 
+    def become(self, rank: int) -> None:
+        """Takes the keys and the values of another rank, whose state is as large."""
+        self._seed = rank << 32
+        tensors = self.tensors.items()
+        self.tensors = {f"rank{rank}.{key.partition('.')[2]}": tensor for key, tensor in tensors}
+
     def clear(self) -> None:
         """Fills the tensors with what no save has."""
         for tensor in self.tensors.values():
@@ -94,14 +100,16 @@ def save_and_load(
     state: State,
     folder: Path,
     saves: int,
+    other: int,
     *,
     largest: Callable[[float], float],
     total: Callable[[int], int],
     before: Callable[[int], None],
 ) -> Trial:
-    """Saves some times, loads the last checkpoint, and compares. Every rank calls it.
+    """Saves some times, loads from the last checkpoint, and compares. Every rank calls it.
 
     Args:
+        other: the rank whose tensors this one loads.
         largest, total: over all ranks, of a value of each.
         before: called with the number of each save before it.
 
@@ -125,6 +133,7 @@ def save_and_load(
         report = handle.wait()
         durable_s.append(largest(report["durable_ms"] / 1000))
     fence()
+    state.become(other)
     state.clear()
     largest(0.0)
     begin, fault = time.perf_counter(), None

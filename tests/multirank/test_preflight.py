@@ -9,6 +9,7 @@ def test_ranks_that_share_a_directory(world: World, tmp_path: Path) -> None:
     first, second = world.run("preflight_ranks:preflight", [str(tmp_path)] * 2)
     assert first == second and first["good"]
     assert first["trial"] == {"bytes": 4 << 20, "fault": None}
+    assert first["checks"]["load"] == ["OK", "the same bits, each rank what another one has saved"]
     assert first["checks"]["shared directory"] == ["OK", "all ranks see the same files"]
     assert not (tmp_path / "run").exists()
 
