@@ -85,14 +85,14 @@ def nodes_in(folder: Path) -> Nodes | None:
 
 
 def near_root(option: str | os.PathLike[str]) -> Path:
-    """Returns the directory that `--datastates-near` names, with the environment's variables filled in.
+    """Returns the directory that `--datastates-near` names, with `~` and environment variables filled in.
 
     Each node has its own environment: launchers say there where its disk is mounted.
 
     Raises:
         OptionError: with these it is empty, or a URL.
     """
-    text = os.path.expandvars(option)
+    text = os.path.expanduser(os.path.expandvars(option))  # noqa: PTH111  (Path's raises RuntimeError)
     if not text:
         raise OptionError(
             f"the near tier {option} (--datastates-near) is an empty path with this node's environment: "
