@@ -22,6 +22,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -237,6 +238,53 @@ def test_an_attempt_that_fails_while_a_job_ends_is_soon_made_again(
     nodes.close()
     nodes.check(1)
     assert "published in the near tiers only" not in caplog.text
+
+
+def fail_copies_at_the_end(monkeypatch: pytest.MonkeyPatch, times: int) -> list[NearSave]:
+    """Lets copies fail until a job ends, and so many attempts after that; returns the saves of these."""
+    monkeypatch.setattr(drain, "_PAUSES", (0.02,))
+    copy, failed = drain.Drain._copy, list[NearSave]()
+
+    def fails(self: drain.Drain, save: NearSave) -> None:
+        if len(failed) >= times:
+            return copy(self, save)
+        if self._closing:
+            failed.append(save)
+        self._progress = time.monotonic()  # what can be moved of a file until a disk is full
+        raise OSError("away")
+
+    monkeypatch.setattr(drain.Drain, "_copy", fails)
+    return failed
+
+
+def test_a_far_side_that_is_away_for_a_while_at_the_end_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_copies_at_the_end(monkeypatch, 20)
+    nodes = Nodes(tmp_path)
+    for iteration in (1, 2, 3):
+        nodes.save(iteration)
+    nodes.close()
+    for iteration in (1, 2, 3):
+        nodes.check(iteration)
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000003"]
+    assert "published in the near tiers only" not in caplog.text
+
+
+def test_a_job_ends_and_says_what_is_near_only_if_its_far_side_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = fail_copies_at_the_end(monkeypatch, 1 << 30)
+    monkeypatch.setattr(drain, "_STALLED_SECONDS", 1.0)
+    nodes = Nodes(tmp_path)
+    for iteration in (1, 2):
+        nodes.save(iteration)
+    begin = time.monotonic()
+    nodes.close()
+    assert time.monotonic() - begin < 10
+    assert {save.far.name for save in failed} == {"iter_0000001", "iter_0000002"}
+    assert "iter_0000001, iter_0000002: published in the near tiers only" in caplog.text
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 2
 
 
 def test_a_far_side_without_room_gets_everything_later(

@@ -155,6 +155,8 @@ def test_a_near_tier_is_in_a_file_system(monkeypatch: pytest.MonkeyPatch) -> Non
         near_root("$NODE/near")
     monkeypatch.setenv("NODE", "/disk")
     assert near_root("$NODE/near") == Path("/disk/near")
+    monkeypatch.setenv("HOME", "/home/user")  # a shell leaves it to programs after `--datastates-near=`
+    assert near_root("~/near") == Path("/home/user/near")
     monkeypatch.setenv("NODE", "")
     with pytest.raises(OptionError, match=r"the near tier \$NODE \(--datastates-near\) is an empty path"):
         near_root("$NODE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -29,7 +30,13 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import manifest_in, near_folder, published_in, remove_saves
+from megatron_datastates.pipeline.near.places import (
+    manifest_in,
+    near_folder,
+    published_in,
+    remove_saves,
+    save_ids_in,
+)
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -61,6 +68,45 @@ def test_what_earlier_jobs_left_makes_room(tmp_path: Path) -> None:
     again.save(5)
     again.close()
     assert again.kept(0) == again.kept(1) == ["iter_0000005"]
+
+
+def test_what_an_earlier_job_left_beside_a_save_goes_with_it(tmp_path: Path) -> None:
+    """Also with the last one that goes: no other job may follow."""
+    nodes = killed(tmp_path)
+    for node in (0, 1):
+        shutil.copytree(
+            nodes.near(node, 3), nodes.near(node, 4), ignore=shutil.ignore_patterns(MANIFEST_NAME)
+        )
+    again = next_job(tmp_path)
+    for iteration in (4, 5):
+        again.save(iteration)
+    again.close()
+    assert again.kept(0) == again.kept(1) == ["iter_0000005"]
+
+
+def test_what_is_left_of_a_removal_that_was_killed_is_known_to_be_an_earlier_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stay for ever, if only files without a save id were left."""
+    nodes, folder, unlink = killed(tmp_path), tmp_path / "iter_0000003", Path.unlink
+    saves, lengths = save_ids_in(nodes.near(0, 3)), list[int]()
+    while not lengths or lengths[-1]:
+        shutil.copytree(nodes.near(0, 3), folder)
+        left = [len(lengths)]
+
+        def until_killed(path: Path, missing_ok: bool = False, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            unlink(path, missing_ok)
+
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(Path, "unlink", until_killed)
+            remove_saves(folder, saves)
+        lengths.append(len(list(folder.iterdir())) if folder.exists() else 0)
+        assert not lengths[-1] or save_ids_in(folder) == saves
+        shutil.rmtree(folder, ignore_errors=True)
+    assert len(lengths) > 4
 
 
 def test_what_they_left_near_alone_stays_until_a_save_of_this_job_is_far(tmp_path: Path) -> None:

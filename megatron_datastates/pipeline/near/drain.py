@@ -89,6 +89,8 @@ class Drain:
         self._abandoned = False
         self._progress = time.monotonic()
         self._given_up = 0.0  # what `_progress` was when a wait for all was given up
+        self._failing_since: float | None = None  # copies, while the job ends
+        self._left: list[NearSave] = []  # abandoned at the job's end, and nothing later was copied
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Drain:
                 self._given_up = self._progress
                 break
         with self._lock:
-            left = [*self._to_copy, *self._to_publish]
+            left = [*self._left, *self._to_copy, *self._to_publish]
         if left:
             logger.warning(
                 "%s: published in the near tiers only; the next job that loads from %s with "
@@ -265,7 +267,9 @@ class Drain:
                 and save.attempts >= _REPORTED_ATTEMPT
                 and len(self._to_copy) > 1
             )
-            is_given_up = is_lost or (is_ending and save.attempts >= _REPORTED_ATTEMPT)
+            has_tried = is_ending and save.attempts >= _REPORTED_ATTEMPT
+            is_left = not is_lost and has_tried and self._fails_for_long()
+            is_given_up = is_lost or is_left
             if is_given_up or save.attempts == _REPORTED_ATTEMPT:
                 logger.error(
                     "%s was not copied from %s to %s: %s%s",
@@ -278,16 +282,27 @@ class Drain:
             if is_given_up:
                 with self._lock:
                     self._to_copy.remove(save)
+                    self._left += [save] * is_left
                 return
             self._rest(save.attempts)
             return
-        self._copied_to = [save.far]
+        self._copied_to, self._failing_since = [save.far], None
         with self._lock:
             self._to_copy.remove(save)
+            self._left.clear()
             self._may_evict = True  # earlier ones may have become far meanwhile
             save.attempts = 0
             if save.publisher is not None:
                 self._to_publish.append(save)
+
+    def _fails_for_long(self) -> bool:
+        """Returns whether no copy has succeeded for so long, at the job's end, that the wait is over.
+
+        An attempt that fails may have moved many bytes: it is no lack of progress.
+        """
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        return time.monotonic() - self._failing_since > self._stalled_seconds()
 
     def _copy(self, save: NearSave) -> None:
         """Copies the node's files of a save. Raises the first error, once all threads are done."""
@@ -464,7 +479,8 @@ class Drain:
 
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
-        return not (self._to_copy or self._to_publish) and len(self._kept) <= self._options.near_keep
+        rest = len(self._kept) - len(self._left)
+        return not (self._to_copy or self._to_publish) and rest <= self._options.near_keep
 
 
 def _link(source: Path, target: Path) -> None:

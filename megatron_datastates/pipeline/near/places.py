@@ -85,14 +85,14 @@ def nodes_in(folder: Path) -> Nodes | None:
 
 
 def near_root(option: str | os.PathLike[str]) -> Path:
-    """Returns the directory that `--datastates-near` names, with the environment's variables filled in.
+    """Returns the directory that `--datastates-near` names, with `~` and environment variables filled in.
 
     Each node has its own environment: launchers say there where its disk is mounted.
 
     Raises:
         OptionError: with these it is empty, or a URL.
     """
-    text = os.path.expandvars(option)
+    text = os.path.expanduser(os.path.expandvars(option))  # noqa: PTH111  (Path's raises RuntimeError)
     if not text:
         raise OptionError(
             f"the near tier {option} (--datastates-near) is an empty path with this node's environment: "
@@ -329,7 +329,8 @@ def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
     names = {name: save_id_in_name(name) for name in os.listdir(folder)}
     others = {name for name, own in names.items() if own is not None and own not in save_ids} - linked
     is_alone = MANIFEST_NAME not in names and not others
-    for name, own in names.items():
+    # Names without a save id first: what a kill leaves has to say whose it is (earlier_jobs.py).
+    for name, own in sorted(names.items(), key=lambda item: item[1] is not None):
         if (own in save_ids or is_alone) and name not in kept and not (folder / name).is_dir():
             (folder / name).unlink(missing_ok=True)  # the saves themselves remove some
     if is_alone:

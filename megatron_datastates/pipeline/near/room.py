@@ -80,7 +80,6 @@ class Room:
             self._remove_failed()
         if not kept:
             return []
-        self._remove_of_others(kept)
         gone = []
         for number, save in enumerate(kept[: max(len(kept) - self._keep, 0)]):
             later = kept[number + 1 :]
@@ -98,6 +97,7 @@ class Room:
                 _remove(save.near, {save.save_id})
             if save.publisher is not None and not save.is_drained:
                 _remove_unused(save.far)
+        self._remove_of_others(kept)  # also what they left in the folders of these
         return gone
 
     def _remove_failed(self) -> None:
