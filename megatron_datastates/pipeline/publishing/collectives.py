@@ -71,9 +71,10 @@ class Collectives:
 
     @staticmethod
     def _device(group: dist.ProcessGroup | None = None) -> torch.device:
-        # Not by the name of the backend: that of `init_process_group()` without one is "undefined".
+        # The backend's name is "undefined" after `init_process_group()` without one.
         group = _world() if group is None else group
-        if group is not None and torch.device("cpu") in group._device_types:
+        types = () if group is None else group._device_types
+        if torch.device("cpu") in types or "gloo" in str(dist.get_backend(group)):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
