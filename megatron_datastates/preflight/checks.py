@@ -53,25 +53,35 @@ def tried(name: str, attempt: Callable[[], Check]) -> Check:
         return failed(name, describe_error(error))
 
 
-def merged(of_ranks: Sequence[Iterable[Check]], nodes: Sequence[str]) -> list[Check]:
+def merged(of_ranks: Sequence[Iterable[Check]], nodes: Sequence[str], *, alike: bool = False) -> list[Check]:
     """Returns the checks of all ranks, each name once.
 
     Where ranks have found different things, the text is that of the first one with the worst verdict, with
     its rank and node.
+
+    Args:
+        alike: good results are expected to be the same on all ranks; if they are not, that is noted.
     """
     found: dict[str, list[tuple[int, Check]]] = {}
     for rank, checks in enumerate(of_ranks):
         for check in checks:
             found.setdefault(check.name, []).append((rank, check))
-    return [_merged(of_name, nodes) for of_name in found.values()]
+    return [_merged(of_name, nodes, alike) for of_name in found.values()]
 
 
-def _merged(of_name: list[tuple[int, Check]], nodes: Sequence[str]) -> Check:
+def _merged(of_name: list[tuple[int, Check]], nodes: Sequence[str], alike: bool) -> Check:
     rank, worst = max(of_name, key=lambda pair: pair[1].verdict)  # of equal ones, the first
     if len({check.text for _, check in of_name}) == 1:
         return worst
-    alike = sum(check.verdict is worst.verdict for _, check in of_name)
+    if worst.verdict is Verdict.OK and alike:
+        other = next(pair for pair in of_name if pair[1].text != worst.text)
+        return noted(
+            worst.name,
+            f"ranks differ: {worst.text} (rank {rank} on node {nodes[rank]}); {other[1].text} (rank {other[0]} "
+            f"on node {nodes[other[0]]})",
+        )
+    count = sum(check.verdict is worst.verdict for _, check in of_name)
     where = f"rank {rank} on node {nodes[rank]}"
     if worst.verdict is not Verdict.OK:
-        where = f"{alike} of {len(nodes)} ranks, first {where}"
+        where = f"{count} of {len(nodes)} ranks, first {where}"
     return dataclasses.replace(worst, text=f"{worst.text} ({where})")

@@ -92,12 +92,13 @@ def preflight(
     """
     result = Result(ranks.size, len(set(ranks.nodes)))
 
-    def add(checks: list[Check]) -> bool:
-        result.checks += merged(ranks.gathered(checks), ranks.nodes)
+    def add(checks: list[Check], *, alike: bool = False) -> bool:
+        result.checks += merged(ranks.gathered(checks), ranks.nodes, alike=alike)
         return result.is_good
 
     show("looking at the software")
-    if not add([*software(), _memory(ranks.device, size)]):
+    add(software(), alike=True)
+    if not add([_memory(ranks.device, size)]):
         return result
     with _folder(ranks, directory) as (folder, trouble):
         if not add([] if trouble is None else [failed("directory", trouble)]):

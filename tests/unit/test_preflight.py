@@ -283,6 +283,9 @@ def test_results_of_ranks_are_merged() -> None:
     assert merged([same, same, same], nodes) == same
     some = [[ok("one", "5 GB")], [ok("one", "4 GB")], [ok("one", "5 GB")]]
     assert merged(some, nodes) == [ok("one", "5 GB (rank 0 on node a)")]
+    assert merged(some, nodes, alike=True) == [
+        noted("one", "ranks differ: 5 GB (rank 0 on node a); 4 GB (rank 1 on node a)")
+    ]
     bad = [[ok("one", "works")], [failed("one", "no")], [failed("one", "no, too"), noted("two", "hm")]]
     assert merged(bad, nodes) == [
         Check("one", Verdict.FAILED, "no (2 of 3 ranks, first rank 1 on node a)"),
