@@ -75,11 +75,8 @@ def _merged(of_name: list[tuple[int, Check]], nodes: Sequence[str], alike: bool)
         return worst
     if worst.verdict is Verdict.OK and alike:
         other = next(pair for pair in of_name if pair[1].text != worst.text)
-        return noted(
-            worst.name,
-            f"ranks differ: {worst.text} (rank {rank} on node {nodes[rank]}); {other[1].text} (rank {other[0]} "
-            f"on node {nodes[other[0]]})",
-        )
+        texts = [f"{check.text} (rank {at} on node {nodes[at]})" for at, check in ((rank, worst), other)]
+        return noted(worst.name, f"ranks differ: {'; '.join(texts)}")
     count = sum(check.verdict is worst.verdict for _, check in of_name)
     where = f"rank {rank} on node {nodes[rank]}"
     if worst.verdict is not Verdict.OK:
