@@ -53,7 +53,7 @@ _LEAST_BYTES = 1 << 20
 )
 @json_option
 def preflight(directory: Path, size: str, saves: int, as_json: bool) -> None:
-    """Try saves and loads here, before a run: this software, this storage, these nodes.
+    """Try saves and loads on the storage and nodes of a run, before it.
 
     Looks at what is installed, makes the calls on files that saves rely on, saves a state of made-up tensors
     some times, loads it, and compares every bit. Prints how long a save holds the trainer, and at what rates

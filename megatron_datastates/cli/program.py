@@ -52,7 +52,8 @@ def _complete(instruction: str) -> int:
 def app() -> None:
     """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
 
-    Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
+    Before a run, `plan` estimates what saves will cost, and `preflight` tries them; after it, `report` shows
+    what they did cost.
     `datastates COMMAND --help` explains a command, with an example.
 
     \b

@@ -117,6 +117,11 @@ class Publication:
         return self.outcome is Outcome.PENDING and self._abandoned_because is None
 
     @property
+    def is_abandoned(self) -> bool:
+        """Returns whether this rank has given it up, which others need not have done."""
+        return self._abandoned_because is not None
+
+    @property
     def is_at_work(self) -> bool:
         """Returns whether it is under way, or its threads may yet remove what it has made."""
         return self.outcome is not Outcome.PUBLISHED and (self.is_under_way or not self.join(0.0))
@@ -282,6 +287,11 @@ class Publication:
     def interrupt(self, error: BaseException) -> None:
         """Abandons the save; see polls.Polled."""
         self.abandon(f"a poll was interrupted by {type(error).__name__}")
+
+    def end_if_abandoned(self) -> None:
+        """Ends a save that nobody may poll again, once its threads are over. Not collective."""
+        if self.is_abandoned and self.join(0.0):
+            self._end_alone()
 
     def _end_alone(self) -> None:
         """Ends an abandoned save without the other ranks, which may have gone on or not."""

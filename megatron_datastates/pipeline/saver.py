@@ -105,6 +105,8 @@ class SaveSession:
         if publication.outcome is Outcome.PUBLISHED:
             self._published = max(self._published, (ordinal, context.directory))
             return
+        if publication.is_abandoned:  # not on all ranks alike
+            return
         self._failed = [failed for failed in self._failed if failed > self._published[0]]
         self._failed.append(ordinal)
         if len(self._failed) > 1 and ordinal > self._published[0]:
@@ -214,6 +216,8 @@ class Saver:
                 save.cancel_and_remove(f"interrupted by {type(error).__name__}")
                 raise
         finally:
+            for earlier in self._unfinished:
+                earlier.end_if_abandoned()
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
             self.session.begun = [p for p in self.session.begun if p.is_at_work] + [publication]
 

@@ -118,6 +118,20 @@ def test_what_was_being_published_is_published(
     assert_saves(saver, tmp_path / "b")
 
 
+def test_an_interrupted_save_that_nobody_polls_again_is_forgotten(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its saver would never be idle, and rank 0 would keep all layouts."""
+    monkeypatch.setattr(Publisher, "start", once(Publisher.start, interrupt))
+    first = saver.start(tmp_path / "a", state(1))
+    polled(first)
+    assert first.join(LIMIT_SECONDS)
+    last = saver.start(tmp_path / "b", state(2))
+    assert first.outcome is Outcome.FAILED and "was interrupted" in str(first.error)
+    assert saver._unfinished == [last] and last.wait() is Outcome.PUBLISHED
+    assert not any(saver.session.layouts._uses.values())
+
+
 @pytest.mark.parametrize("point", ["rename manifest", "durable manifest"])
 def test_what_was_interrupted_and_then_failed_keeps_its_file_where_a_manifest_names_it(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
