@@ -84,6 +84,25 @@ def test_what_an_earlier_job_left_beside_a_save_goes_with_it(tmp_path: Path) -> 
     assert again.kept(0) == again.kept(1) == ["iter_0000005"]
 
 
+def test_what_an_earlier_job_left_goes_with_the_only_save_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a node that has copied its files before rank 0 publishes."""
+    published, publish = threading.Event(), drain.Drain._publish
+
+    def late(self: drain.Drain, save: NearSave) -> None:
+        time.sleep(1.0)
+        publish(self, save)
+        published.set()
+
+    monkeypatch.setattr(drain.Drain, "_publish", late)
+    killed(tmp_path)  # with iteration 3 near
+    again = next_job(tmp_path)
+    again.save(4)
+    again.close()
+    assert published.is_set() and again.kept(0) == again.kept(1) == ["iter_0000004"]
+
+
 def test_what_is_left_of_a_removal_that_was_killed_is_known_to_be_an_earlier_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -480,7 +480,9 @@ class Drain:
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
         rest = len(self._kept) - len(self._left)
-        return not (self._to_copy or self._to_publish) and rest <= self._options.near_keep
+        if self._to_copy or self._to_publish or rest > self._options.near_keep:
+            return False
+        return not self._closing or bool(self._left) or not self._room.waits_for_far(self._kept)
 
 
 def _link(source: Path, target: Path) -> None:

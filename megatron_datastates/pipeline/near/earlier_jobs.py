@@ -63,6 +63,13 @@ class EarlierJobs:
             *(self._not_needed(published, near, far)[:count] if count else []),
         ]
 
+    def waits_for_far(self, near: Path, kept: Collection[int]) -> bool:
+        """Returns whether something may go once a save of this job is far, which none is known to be yet.
+
+        Args: as those of `removable`.
+        """
+        return not self.is_far and any(self._left_folders(near, self._earlier.difference(kept)))
+
     def _left_folders(self, run: Path, earlier: Collection[int]) -> tuple[dict[int, _Folder], list[_Folder]]:
         """Returns published folders by iteration, and others.
 

@@ -100,6 +100,12 @@ class Room:
         self._remove_of_others(kept)  # also what they left in the folders of these
         return gone
 
+    def waits_for_far(self, kept: Sequence[NearSave]) -> bool:
+        """Returns whether what earlier jobs left may go once one of these saves is known to be far."""
+        near = kept[-1].near if kept else None
+        run_ids = {save.save_id.run_id for save in kept}
+        return near is not None and self._earlier_jobs.waits_for_far(near.parent, run_ids)
+
     def _remove_failed(self) -> None:
         while self._failed:
             folder, save_id, withdraw = self._failed.pop()
