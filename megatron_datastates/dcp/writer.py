@@ -40,6 +40,7 @@ from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.records import SavedPart
 
 _PART = "datastates"  # the result of a rank is one for all its items
+_newest_lock = threading.Lock()  # async_save plans on threads
 _newest: dict[int, int] = {}  # ordinals of this process's saves, by run id, to notice plans that are cached
 
 
@@ -142,9 +143,10 @@ class DataStatesWriter(StorageWriter):
                 "DataStatesWriter has put there. A planner's finish_plan has to keep it"
             )
         save_id = self._save_id or assigned.save_id
-        if save_id.ordinal <= _newest.get(save_id.run_id, 0):  # or a save that began later was faster
-            save_id = new_save_id()
-        _newest[save_id.run_id] = max(save_id.ordinal, _newest.get(save_id.run_id, 0))
+        with _newest_lock:
+            if save_id.ordinal <= _newest.get(save_id.run_id, 0):  # or a save that began later was faster
+                save_id = new_save_id()
+            _newest[save_id.run_id] = max(save_id.ordinal, _newest.get(save_id.run_id, 0))
         return SaveContext(save_id, self._directory, assigned.rank, assigned.world_size)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -123,8 +123,12 @@ class Publication:
 
     @property
     def is_at_work(self) -> bool:
-        """Returns whether it is under way, or its threads may yet remove what it has made."""
-        return self.outcome is not Outcome.PUBLISHED and (self.is_under_way or not self.join(0.0))
+        """Returns whether its end is to come, or its threads may yet remove what it has made."""
+        if self.outcome is Outcome.PUBLISHED:
+            return False
+        # One that was abandoned while it was being published removes nothing before it ends.
+        may_end = self.outcome is Outcome.PENDING and (not self.is_abandoned or self._publishing)
+        return may_end or not self.join(0.0)
 
     @property
     def state(self) -> State:

@@ -82,7 +82,7 @@ class SaveSession:
         if not self.collectives.is_current():
             self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
             self._run_id, self._ordinal, self.links = None, 0, Links()
-            self._published, self._failed = (0, None), []
+            self._published, self._failed = (0, self._published[1]), []
 
     @property
     def polls(self) -> Polls:
@@ -110,10 +110,10 @@ class SaveSession:
         self._failed = [failed for failed in self._failed if failed > self._published[0]]
         self._failed.append(ordinal)
         if len(self._failed) > 1 and ordinal > self._published[0]:
-            last = f"since the last one published, {self._published[1]}"
-            if self._published[1] is None:
-                last = "and this job has published none"
-            publication.error = f"{publication.error} {len(self._failed)} saves have failed {last}."
+            last = ", and none was published before"
+            if self._published[1] is not None:
+                last = f" since {self._published[1].name} was published"
+            publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
 
 
 class Saver:
@@ -172,6 +172,8 @@ class Saver:
             try:
                 session.enter_world()
                 self._abandon_old_world()
+                for earlier in session.begun:  # before this one links what their end would remove
+                    earlier.end_if_abandoned()
                 save_id, ranks = session.next_id(), session.collectives
                 context = SaveContext(
                     save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
@@ -216,8 +218,6 @@ class Saver:
                 save.cancel_and_remove(f"interrupted by {type(error).__name__}")
                 raise
         finally:
-            for earlier in self._unfinished:
-                earlier.end_if_abandoned()
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
             self.session.begun = [p for p in self.session.begun if p.is_at_work] + [publication]
 
@@ -229,9 +229,10 @@ class Saver:
         publication.save.context = dataclasses.replace(publication.save.context, near=near)
 
     def _on_end(self, publication: Publication) -> None:
-        self.session.on_end(publication)
-        if publication.outcome is Outcome.PUBLISHED:
-            self._keep_link(publication)
+        if publication.collectives is self.session.collectives:  # ordinals and links are those of a world
+            self.session.on_end(publication)
+            if publication.outcome is Outcome.PUBLISHED:
+                self._keep_link(publication)
         if self.near is not None and publication.publisher.far_published is not None:
             self.near.on_end(publication)
 

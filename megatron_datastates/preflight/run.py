@@ -17,6 +17,7 @@ import torch
 
 from megatron_datastates.engine.memory import free_bytes, local_ranks
 from megatron_datastates.errors import SaveFailedError, describe_error
+from megatron_datastates.pipeline.saver_pool import close_all
 from megatron_datastates.preflight import storage
 from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
 from megatron_datastates.preflight.software import software
@@ -112,7 +113,14 @@ def preflight(
         if not add([storage.visibility(folder, ranks.rank, ranks.nodes, token)]):
             return result
         show(f"saving {saves} times, then loading")
-        _try_out(ranks, State(ranks.rank, size, ranks.device), folder, saves, result)
+        state, short = None, []
+        try:
+            state = State(ranks.rank, size, ranks.device)
+        except RuntimeError as error:  # of torch, on this rank alone
+            short = [failed("memory", describe_error(error))]
+        if not add(short) or state is None:
+            return result
+        _try_out(ranks, state, folder, saves, result)
         if result.trial is not None:
             fault = result.trial.fault
             good = (
@@ -179,6 +187,10 @@ def _folder(ranks: Ranks, directory: Path) -> Iterator[tuple[Path, str | None]]:
             with contextlib.suppress(OSError):  # where it is not shared, `visibility` finds out
                 make()
         yield folder, trouble
+    except BaseException:
+        close_all()  # else threads of a save that is under way make its directory again
+        shutil.rmtree(folder, ignore_errors=True)  # on each rank: the last one to end leaves nothing
+        raise
     finally:
         if ranks.rank == 0 or os.environ.get("LOCAL_RANK") == "0":  # of a node that does not share it
             shutil.rmtree(folder, ignore_errors=True)

@@ -68,7 +68,7 @@ class State:
         self.tensors[key] = torch.empty(elements, dtype=torch.int64, device=self._device)
 
     def fill(self, save: int) -> None:
-        """Gives the tensors the values of a save."""
+        """Fills the tensors with the values of a save."""
         for number, tensor in enumerate(self.tensors.values()):
             tensor.copy_(self._values(number, save, len(tensor)))
 
@@ -139,7 +139,7 @@ def save_and_load(
     begin, fault = time.perf_counter(), None
     try:
         load(folder / f"save-{saves - 1}", into=state.tensors, **_UNREPORTED)
-    except (DataStatesError, OSError) as error:  # of this rank alone: the others wait for it
+    except (DataStatesError, OSError, RuntimeError) as error:  # of this rank alone: the others wait for it
         fault = describe_error(error)
     load_s = largest(time.perf_counter() - begin)
     if fault is None and (wrong := state.wrong(saves - 1)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import gc
@@ -28,6 +29,7 @@ from megatron_datastates.engine.native import Output
 from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline import publisher
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher, lateness
@@ -616,6 +618,55 @@ def test_a_save_that_failed_does_not_remove_what_a_later_one_has_published(tmp_p
     failed.join()
     check(tmp_path / "1", state)
     assert save(saver, tmp_path / "1", state)["linked_bytes"] > 0
+    saver.close()
+
+
+@pytest.mark.parametrize("saves_later", ["the same saver", "another saver"])
+def test_an_interrupted_save_does_not_remove_what_a_later_one_has_published(
+    saves_later, tmp_path, monkeypatch
+):
+    """It was abandoned while it was being published: then it removes nothing before its end is known."""
+    saver, state, record_of = new_saver(**LINKING), state_of(), publisher.record_of
+    save(saver, tmp_path / "0", state)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(publisher, "record_of", record_of)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publisher, "record_of", interrupt)
+    abandoned = start(saver, tmp_path / "1", state)
+    with pytest.raises(KeyboardInterrupt):
+        while abandoned.poll() is Outcome.PENDING:
+            pass
+    assert abandoned.join(30)
+    other = Saver(dataclasses.replace(saver.options, read_threads=2), saver.session)
+    later = start(other if saves_later == "another saver" else saver, tmp_path / "1", state)
+    assert later.wait() is Outcome.PUBLISHED
+    assert abandoned.wait() is Outcome.FAILED
+    check(tmp_path / "1", state)
+    other.close()
+    saver.close()
+
+
+def test_a_save_of_an_old_world_leaves_the_links_and_counts_of_the_new_one_alone(tmp_path):
+    saver, state = new_saver(**LINKING), state_of()
+    for number in range(3):
+        save(saver, tmp_path / f"before {number}", state)
+    old = start(saver, tmp_path / "old", state)
+    while old.publisher._thread is None:
+        old.poll()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert old.publisher.join(30)
+        save(saver, tmp_path / "1", state)
+        assert old.wait() is Outcome.PUBLISHED
+        for name in ("2", "3"):
+            save(saver, tmp_path / name, state)
+            check(tmp_path / name, state)
+        assert saver.session._published == (3, tmp_path / "3")
+    finally:
+        torch.distributed.destroy_process_group()
+    check(tmp_path / "old", state)
     saver.close()
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def verdicts(result: dict[str, Any]) -> dict[str, str]:
 
 
 def text_of(result: dict[str, Any], name: str) -> str:
-    return next(str(check["text"]) for check in result["checks"] if check["name"] == name)
+    return "; ".join(str(check["text"]) for check in result["checks"] if check["name"] == name)
 
 
 def test_all_is_good_here_and_nothing_is_left(tmp_path: Path) -> None:
@@ -111,11 +112,41 @@ def test_a_termination_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_termination_while_a_save_is_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save's threads make its directory again, if they go on."""
+    original = trials.async_save
+
+    def async_save(*args: Any, **kwargs: Any) -> Any:
+        handle = original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return handle
+
+    monkeypatch.setattr(trials, "async_save", async_save)
+    code = run("preflight", tmp_path / "run", "--size", "64MiB")[0]
+    time.sleep(0.3)
+    assert code == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("function", ["State", "load"])
+def test_too_little_memory_on_one_rank_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def without_memory(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    where = (whole, "State") if function == "State" else (trials, "load")
+    monkeypatch.setattr(*where, without_memory)
+    found = json_of("preflight", tmp_path, *SMALL, code=1)
+    assert "out of memory" in text_of(found, "memory" if function == "State" else "load")
+
+
 def test_an_error_of_torch_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def state(*args: Any) -> None:
+    def try_out(*args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory\nframe 0")
 
-    monkeypatch.setattr(whole, "State", state)
+    monkeypatch.setattr(whole, "_try_out", try_out)
     monkeypatch.setenv("RANK", "0")
     code, _, reported = run("preflight", tmp_path / "run", *SMALL)
     assert code == 2 and "rank 0: OutOfMemoryError: out of memory (other ranks may" in reported

@@ -212,7 +212,8 @@ class Drain:
         self.close(abandon=False)
         with self._lock:
             if self._thread is not None and self._thread.join(0):
-                self._thread, self._closing = None, False
+                self._thread, self._closing, self._failing_since = None, False, None
+                self._to_copy, self._left = deque([*self._left, *self._to_copy]), []
                 self._limit.set(self._options.drain_limit)
 
     def _stalled_seconds(self) -> float:
