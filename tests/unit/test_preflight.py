@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,21 +111,23 @@ def test_a_termination_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_termination_while_a_save_is_written_leaves_nothing(
+def test_a_termination_ends_a_save_before_its_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save's threads make its directory again, if they go on."""
-    original = trials.async_save
+    """Else its threads may make its directory again."""
+    save, close, remove, done = trials.async_save, whole.close_all, whole.shutil.rmtree, []
 
     def async_save(*args: Any, **kwargs: Any) -> Any:
-        handle = original(*args, **kwargs)
+        save(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGTERM)
-        return handle
 
     monkeypatch.setattr(trials, "async_save", async_save)
-    code = run("preflight", tmp_path / "run", "--size", "64MiB")[0]
-    time.sleep(0.3)
-    assert code == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(whole, "close_all", lambda: (done.append("ended"), close()))
+    monkeypatch.setattr(
+        whole.shutil, "rmtree", lambda *args, **kwargs: (done.append("removed"), remove(*args, **kwargs))
+    )
+    assert run("preflight", tmp_path / "run", *SMALL)[0] == 128 + signal.SIGTERM
+    assert done[0] == "ended" and "removed" in done and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("function", ["State", "load"])
