@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from megatron_datastates.mcore.hooks.attach import replace, replaced
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.attach import _missing, replace, replaced
 
 
 def hook(original: Callable[[int], int]) -> Callable[[int], int]:
@@ -65,3 +67,13 @@ def test_what_is_replaced_for_a_while_comes_back_after_an_error(modules: list[Mo
         assert modules[0].f is None
         raise KeyError
     assert modules[0].f is before
+
+
+def test_why_a_module_is_not_imported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_a_release.py").write_text("import needed_and_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    hooks = [versions.Hook(module, "f", "w") for module in ("of_a_release", "of_another_release")]
+    assert _missing(hooks) == [
+        "of_a_release.f (that module is not imported: No module named 'needed_and_not_installed')",
+        "of_another_release.f",
+    ]

@@ -128,17 +128,21 @@ def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
 
 
 def _missing(hooks: Iterable[versions.Hook]) -> list[str]:
-    """Attaches the hooks; returns the names of the required ones that do not exist."""
-    attached = {hook: _attached(hook) for hook in hooks}
-    served = {hook.need for hook, exists in attached.items() if exists and hook.need}
-    return [str(hook) for hook, exists in attached.items() if not exists and hook.need not in served]
+    """Attaches the hooks; returns the names of the required ones that do not exist, and why if it is known."""
+    faults = {hook: _fault_of(hook) for hook in hooks}
+    served = {hook.need for hook, fault in faults.items() if fault is None and hook.need}
+    return [
+        f"{hook}{fault}" for hook, fault in faults.items() if fault is not None and hook.need not in served
+    ]
 
 
-def _attached(hook: versions.Hook) -> bool:
+def _fault_of(hook: versions.Hook) -> str | None:
+    """Attaches a hook. Returns None, or a text if it does not exist: why, or "" for no such function."""
     try:
         owner: Any = importlib.import_module(hook.module)
-    except ImportError:
-        return False
+    except ImportError as error:
+        is_there = error.name is not None and not hook.module.startswith(error.name)
+        return f" (that module is not imported: {error})" if is_there else ""
     *classes, name = hook.name.split(".")
     try:
         for part in classes:
@@ -146,9 +150,9 @@ def _attached(hook: versions.Hook) -> bool:
         replace(owner, name, _wrapper(hook), hook.rebind)
     except AttributeError as error:
         if error.name in (*classes, name):
-            return False
+            return ""
         raise
-    return True
+    return None
 
 
 def _wrapper(hook: versions.Hook) -> Wrapper:
