@@ -128,7 +128,7 @@ def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
 
 
 def _missing(hooks: Iterable[versions.Hook]) -> list[str]:
-    """Attaches the hooks; returns the names of the required ones that do not exist, and why if it is known."""
+    """Attaches the hooks; returns the names of required ones that do not exist, and why if it is known."""
     faults = {hook: _fault_of(hook) for hook in hooks}
     served = {hook.need for hook, fault in faults.items() if fault is None and hook.need}
     return [
