@@ -9,20 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Literal
-
-import msgspec
 
 from megatron_datastates.errors import CorruptDataError, FormatError
 from megatron_datastates.files import DOCUMENT_BYTES, read_regular, sha256_of
 from megatron_datastates.format.directory import INTEGRITY_NAME
 
-_ALGORITHM: Final = "sha256"
-
-
-class _Document(msgspec.Struct):
-    files: dict[str, str]
-    algorithm: Literal["sha256"] = _ALGORITHM
+_ALGORITHM = "sha256"
 
 
 def stored_sums(directory: Path) -> dict[str, str] | None:
@@ -34,13 +26,20 @@ def stored_sums(directory: Path) -> dict[str, str] | None:
     """
     path = directory / INTEGRITY_NAME
     try:
-        return msgspec.convert(json.loads(read_regular(path, DOCUMENT_BYTES)), _Document).files
+        document = json.loads(read_regular(path, DOCUMENT_BYTES))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{path} is damaged: expected {_ALGORITHM} sums by names of files: {error}"
-        ) from error
+        raise FormatError(f"{path} is damaged: {error}") from error
+    files = document.get("files") if isinstance(document, dict) else None
+    kind = document.get("algorithm", _ALGORITHM) if isinstance(document, dict) else None
+    if (
+        kind != _ALGORITHM
+        or not isinstance(files, dict)
+        or not all(isinstance(s, str) for s in files.values())
+    ):
+        raise FormatError(f"{path} is damaged: expected {_ALGORITHM} sums by names of files")
+    return files
 
 
 def require_sums(directory: Path, sums: Mapping[str, str], names: Iterable[str]) -> None:

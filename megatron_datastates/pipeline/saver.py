@@ -348,6 +348,7 @@ class Saver:
         if not self.reporter.flush(_LAST_JOIN_SECONDS):
             logger.error("%s hangs: the last reports are not written", self.options.report_file or "the log")
         self._unfinished = []
+        self.session.begun = [p for p in self.session.begun if p.is_at_work]  # others hold memory of devices
 
     def close_if_idle(self) -> bool:
         """Closes the saver, unless a save is unfinished or being started; returns whether it has.

@@ -45,6 +45,7 @@ SHOWN = [
     ("repair torn", 0, "torn: repaired: save"),
     ("report run.jsonl --last 3", 0, "What a save costs"),
     ("plan --params 70B --tp 8 --pp 4 --dp 8", 0, "a checkpoint    980 GB"),
+    ("preflight made --size 1MiB --saves 1", 0, "preflight: OK"),
     ("options", 0, "--datastates-"),
     ("show nothing", 2, "datastates: nothing does not exist: give a checkpoint, or the directory of a run"),
     ("ls nothing", 2, "datastates: nothing does not exist: give the directory of a run"),
