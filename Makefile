@@ -5,7 +5,7 @@
 SHELL := bash
 BIN := .venv/bin
 SEED := 1
-RANK_TESTS := tests/model tests/multirank tests/frameworks tests/e2e tests/faults tests/gpu
+RANK_TESTS := tests/e2e tests/faults tests/model tests/multirank tests/frameworks tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
 .PHONY: help env demo test test-ranks test-long test-faults test-filesystem test-versions test-lowest test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
@@ -27,7 +27,7 @@ demo: env ## train, kill, resume and verify on a CPU (recipes/demo.py)
 test: lint ## run the linters and all tests but long ones (of those with ranks, one case each), or what ARGS selects
 ifeq ($(ARGS),)
 	@$(BIN)/python -m pytest -n 2 --durations 25 --durations-min 2 -m "not long" tests/golden tests/native tests/unit
-	@$(BIN)/python -m pytest -n 2 --durations 25 --durations-min 2 --dist loadfile --first-case -m "not long" $(RANK_TESTS)
+	@$(BIN)/python -m pytest -n 2 --durations 25 --durations-min 2 --dist loadfile --no-loadscope-reorder --first-case -m "not long" $(RANK_TESTS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
