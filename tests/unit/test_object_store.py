@@ -491,6 +491,28 @@ def test_the_end_of_a_job_waits_for_parts_that_are_slow(
     check(nodes, 1)
 
 
+def test_what_the_end_of_training_has_given_up_goes_to_the_store_with_the_next_training(
+    store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.5)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
+    store.fail("PUT|POST", EXPIRED)
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    ends = [threading.Thread(target=saver.near.finish_objects) for saver in nodes.ranks.savers]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    assert all(saver.near.drain._left or saver.near.drain._to_copy for saver in nodes.ranks.savers)
+    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 60.0)
+    store.heal()
+    save(nodes, 2)
+    nodes.close()
+    check(nodes, 2)
+    check(nodes, 1)
+
+
 def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(
     store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
