@@ -115,6 +115,10 @@ class Reporter:
                 with contextlib.suppress(ValueError):  # another thread has removed it
                     self._writers.remove(one)
 
+    def write_later(self, report: Report) -> None:
+        """Writes one report to log and file only. Waits for neither, on any thread. Never raises."""
+        self._write_on_thread(lambda: report, AFTER_POLL_SECONDS)
+
     def write(self, report: Report) -> None:
         """Writes one report to log and file only, on any thread: listeners are the trainer's."""
         logger.info("%s", _LINES[report["event"]](report))

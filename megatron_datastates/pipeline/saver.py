@@ -133,7 +133,7 @@ class Saver:
         self._unfinished: list[Publication] = []
         self.near: NearTier | None = None
         if options.near:
-            self.near = NearTier(options, self._faults, self.reporter.write)
+            self.near = NearTier(options, self._faults, self.reporter.write_later)
 
     def start(
         self,

@@ -33,6 +33,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import near_run
+from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
@@ -201,7 +202,7 @@ def test_an_attempt_that_began_before_the_end_is_not_the_last_one(
     def late(self: drain.Drain, save: NearSave) -> None:
         if self in ending:
             return copy(self, save)
-        if save.attempts + 1 >= drain._REPORTED_ATTEMPT:
+        if save.attempts + 1 >= drain.REPORTED_ATTEMPT:
             ending.append(self)
             eventually(lambda: self._closing)
         raise OSError("away")
@@ -214,24 +215,24 @@ def test_an_attempt_that_began_before_the_end_is_not_the_last_one(
     nodes.check(1)
 
 
-@pytest.mark.parametrize("step", ["_copy", "_publish"])
+@pytest.mark.parametrize(("part", "step"), [(drain.Drain, "_copy"), (PublishQueue, "_publish")])
 def test_an_attempt_that_fails_while_a_job_ends_is_soon_made_again(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    part: type, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(drain, "_PAUSES", (3600.0,))
     monkeypatch.setattr(drain, "_STALLED_SECONDS", 10.0)
     monkeypatch.setattr(drain, "_LONGEST_PAUSE_AT_THE_END", 0.05)
-    attempt, began, failed = getattr(drain.Drain, step), threading.Event(), list[NearSave]()
+    attempt, began, failed = getattr(part, step), threading.Event(), list[NearSave]()
 
-    def fails_in_the_end(self: drain.Drain, save: NearSave) -> None:
+    def fails_in_the_end(self: drain.Drain | PublishQueue, save: NearSave) -> None:
         if save.publisher is not None and len(failed) < 2:
             began.set()
-            eventually(lambda: self._closing)
+            eventually(lambda: nodes.ranks.savers[0].near.drain._closing)
             failed.append(save)
             raise OSError("away")
         attempt(self, save)
 
-    monkeypatch.setattr(drain.Drain, step, fails_in_the_end)
+    monkeypatch.setattr(part, step, fails_in_the_end)
     nodes = Nodes(tmp_path)
     nodes.save(1)
     eventually(began.is_set)

@@ -19,10 +19,11 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
-from megatron_datastates.pipeline.near import drain, tier
+from megatron_datastates.pipeline.near import drain, publish_queue, tier
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import published_in
+from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs import history, runs
@@ -95,15 +96,15 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 def publishing_held(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds what a job's drains publish, until the event is set."""
-    gate, publish = threading.Event(), Drain._publish
-    drains = [saver.near.drain for saver in nodes.ranks.savers if saver.near is not None]
+    gate, publish = threading.Event(), PublishQueue._publish
+    queues = [saver.near.drain._queue for saver in nodes.ranks.savers if saver.near is not None]
 
-    def slow(self: Drain, save: NearSave) -> None:
-        if self in drains:
+    def slow(self: PublishQueue, save: NearSave) -> None:
+        if self in queues:
             gate.wait()
         publish(self, save)
 
-    monkeypatch.setattr(Drain, "_publish", slow)
+    monkeypatch.setattr(PublishQueue, "_publish", slow)
     return gate
 
 
@@ -247,7 +248,7 @@ def test_a_late_drain_that_could_not_publish_at_first_does_not_undo_a_rollback_e
     for name, value in (("_PAUSES", (0.05,)), ("_LOOK_SECONDS", 0.05)):
         monkeypatch.setattr(drain, name, value)
     old, new, gate = rolled_back(tmp_path, monkeypatch)
-    publish, failures = DirectoryPublisher.publish, iter(range(drain._INSISTING_ATTEMPTS))
+    publish, failures = DirectoryPublisher.publish, iter(range(publish_queue._INSISTING_ATTEMPTS))
 
     def full_at_first(self: DirectoryPublisher) -> None:
         if next(failures, None) is not None:
@@ -383,10 +384,10 @@ def test_saves_that_could_not_be_published_are_tried_again_together(
     has_room = full_until_set(monkeypatch)
     nodes.save(2)
     nodes.save(3)
-    failed = first_drain(nodes)._to_publish
-    eventually(lambda: [save.attempts for save in failed] == [1, 1])
+    queue = first_drain(nodes)._queue
+    eventually(lambda: [save.attempts for save in queue.saves] == [1, 1])
     has_room.set()
-    failed[0].failed_at = -math.inf
+    queue.saves[0].failed_at = -math.inf
     eventually(lambda: tracked(nodes) == 3)  # a kill before would have left it at 2
     nodes.close()
 
@@ -405,15 +406,15 @@ def test_a_save_whose_files_come_late_waits_for_the_attempt_of_a_later_one(
 
     nodes.save(1)
     nodes.save(2)
-    waiting = first_drain(nodes)._to_publish
-    eventually(lambda: len(waiting) == 2)
+    queue = first_drain(nodes)._queue
+    eventually(lambda: len(queue.saves) == 2)
     arrive(2)
-    eventually(lambda: [save.attempts for save in waiting] == [0, 1])
+    eventually(lambda: [save.attempts for save in queue.saves] == [0, 1])
     has_room.set()
     arrive(1)
     time.sleep(4 * drain._LOOK_SECONDS)
     assert nodes.is_far(2) and not nodes.is_far(1) and tracked(nodes) is None
-    waiting[1].failed_at = -math.inf
+    queue.saves[1].failed_at = -math.inf
     eventually(lambda: nodes.is_far(1) and tracked(nodes) == 2)
     abandon(nodes)
 
@@ -429,14 +430,14 @@ def test_a_save_that_lacks_files_does_not_end_the_pauses_of_others(
     (lost,) = data_files(nodes.near(1, 2))
     lost.unlink()
     attempts, looks = never_read(monkeypatch, nodes.directory(3)), list[Path]()
-    missing = drain.missing_data_files
+    missing = publish_queue.missing_data_files
 
     def counted(directory: Path, *more: Any) -> list[str]:
         if attempts and directory == nodes.directory(2):
             looks.append(directory)
         return missing(directory, *more)
 
-    monkeypatch.setattr(drain, "missing_data_files", counted)
+    monkeypatch.setattr(publish_queue, "missing_data_files", counted)
     nodes.save(3)
     gate.set()
     eventually(lambda: len(looks) > 2)

@@ -157,7 +157,7 @@ def test_what_is_complete_first_of_two_worlds_does_not_replace_the_later_one(tmp
     shutil.copy(file, nodes.directory(3))
     eventually(lambda: nodes.is_far(3))
     drain = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
-    eventually(lambda: [save.far for save in drain._to_publish] == [nodes.directory(4)])
+    eventually(lambda: [save.far for save in drain._queue.saves] == [nodes.directory(4)])
     abandon(nodes)
 
 
@@ -392,11 +392,11 @@ def test_a_file_that_vanishes_in_save_keeps_no_later_checkpoint_from_it(
     nodes.save(1)
     (file,) = nodes.near(0, 1).glob("data-00000-*")
     first, other = (saver.near.drain for saver in nodes.ranks.savers)  # type: ignore[union-attr]
-    eventually(lambda: any(file.name in save.arrived for save in first._to_publish))  # rank 0 has seen it
+    eventually(lambda: any(file.name in save.arrived for save in first._queue.saves))  # rank 0 has seen it
     eventually(lambda: [save.attempts for save in other._to_copy] == [1])  # nobody writes there any more
     shutil.rmtree(nodes.directory(1))
     nodes.save(2)
-    eventually(lambda: nodes.is_far(2) and not first._to_publish)  # the first one can never be whole
+    eventually(lambda: nodes.is_far(2) and not first._queue.saves)  # the first one can never be whole
     nodes.close()
     nodes.check(2)
     assert "files are missing there, and iter_0000002 is complete" in caplog.text

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.records import ENDPOINT_BYTES, RankRecord, Records
 from tests.support.programs import Programs
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, data_files, flip
 from tests.unit.test_near_tier import Nodes, abandon, states_of
@@ -129,6 +131,23 @@ def test_what_is_copied_is_reported(tmp_path: Path) -> None:
     assert all(f"`{field}`" in documented for field in copies)
     events = [one["event"] for one in lines]
     assert events.index("copies") < events.index("drain")
+
+
+def test_neither_polls_nor_drains_wait_for_a_report_file_that_hangs(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    os.mkfifo(report)  # without a reader, whoever opens it hangs
+    nodes = copying(tmp_path, report_file=str(report))
+    saves = threading.Thread(target=lambda: [nodes.save(iteration) for iteration in (1, 2)], daemon=True)
+    saves.start()
+    try:
+        eventually(lambda: nodes.is_far(1) and nodes.is_far(2))
+        saves.join(PATIENCE_SECONDS)
+        assert not saves.is_alive()
+    finally:
+        answers = os.open(report, os.O_RDWR)
+    nodes.close()
+    os.close(answers)
+    nodes.check(2)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +275,7 @@ def test_with_all_nodes_lost_the_checkpoint_in_save_is_taken(
         nodes.save(iteration)
     for saver in nodes.ranks.savers:
         assert saver.near is not None
-        while saver.near.drain._to_copy or saver.near.drain._to_publish:
+        while saver.near.drain._to_copy or saver.near.drain._queue.saves:
             pass
     abandon(nodes)
     (nodes.run / TRACKER_NAME).write_text("2")

@@ -27,7 +27,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
+from megatron_datastates.pipeline.near import copying, drain, holdings, publish_queue, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import (
@@ -37,6 +37,7 @@ from megatron_datastates.pipeline.near.places import (
     remove_saves,
     save_ids_in,
 )
+from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -88,14 +89,14 @@ def test_what_an_earlier_job_left_goes_with_the_only_save_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on a node that has copied its files before rank 0 publishes."""
-    published, publish = threading.Event(), drain.Drain._publish
+    published, publish = threading.Event(), PublishQueue._publish
 
-    def late(self: drain.Drain, save: NearSave) -> None:
+    def late(self: PublishQueue, save: NearSave) -> None:
         time.sleep(1.0)
         publish(self, save)
         published.set()
 
-    monkeypatch.setattr(drain.Drain, "_publish", late)
+    monkeypatch.setattr(PublishQueue, "_publish", late)
     killed(tmp_path)  # with iteration 3 near
     again = next_job(tmp_path)
     again.save(4)
@@ -446,7 +447,7 @@ def test_what_arrives_while_rank_0_looks_is_published_too(
 ) -> None:
     """Node 1's files of both saves arrive after one of them was found missing, and before the other look."""
     nodes, may_copy = Nodes(tmp_path), threading.Event()
-    copy, look = Copier.copy, drain.missing_data_files
+    copy, look = Copier.copy, publish_queue.missing_data_files
     first_drain = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
 
     def copy_later(self: Copier, source: Path, target: Path, *more: Any) -> None:
@@ -455,13 +456,13 @@ def test_what_arrives_while_rank_0_looks_is_published_too(
 
     def arrive_meanwhile(directory: Path, manifest: Manifest, *more: Any) -> list[str]:
         missing = look(directory, manifest, *more)
-        if len(first_drain._to_publish) == 2 and not may_copy.is_set():
+        if len(first_drain._queue.saves) == 2 and not may_copy.is_set():
             may_copy.set()
             eventually(lambda: all(len(data_files(nodes.directory(number))) == 2 for number in (1, 2)))
         return missing
 
     monkeypatch.setattr(Copier, "copy", copy_later)
-    monkeypatch.setattr(drain, "missing_data_files", arrive_meanwhile)
+    monkeypatch.setattr(publish_queue, "missing_data_files", arrive_meanwhile)
     saves = [nodes.save(number).save.context.save_id for number in (1, 2)]
     nodes.close()
     assert may_copy.is_set() and nodes.ranks.far == saves
@@ -655,13 +656,13 @@ def test_a_save_is_published_far_while_the_next_one_is_copied(
 
 def test_a_node_makes_room_once_rank_0_has_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "_ROOM_SECONDS", 0.05)
-    nodes, may_publish, publish = Nodes(tmp_path), threading.Event(), drain.Drain._publish
+    nodes, may_publish, publish = Nodes(tmp_path), threading.Event(), PublishQueue._publish
 
-    def late(self: drain.Drain, save: NearSave) -> None:
+    def late(self: PublishQueue, save: NearSave) -> None:
         may_publish.wait()
         publish(self, save)
 
-    monkeypatch.setattr(drain.Drain, "_publish", late)
+    monkeypatch.setattr(PublishQueue, "_publish", late)
     for iteration in (1, 2):
         nodes.save(iteration)
     other = nodes.ranks.savers[1].near.drain  # type: ignore[union-attr]

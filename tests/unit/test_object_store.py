@@ -522,7 +522,7 @@ def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(
     nodes = FarNodes(tmp_path)
     save(nodes, 1)
     first = nodes.ranks.savers[0].near.drain
-    eventually(lambda: first._to_publish)
+    eventually(lambda: first._queue.saves)
     looks, join = [], first._thread.join
     monkeypatch.setattr(first._thread, "join", lambda timeout: looks.append(timeout) or join(timeout))
 

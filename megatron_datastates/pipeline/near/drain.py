@@ -1,9 +1,9 @@
 """The drain: brings what was published near into the directories of the checkpoints, in the background.
 
 On the rank that stores a node's manifests, one thread copies the node's data files, one save after the
-other. On rank 0 the thread also publishes: when all files of a save are in the checkpoint's directory,
-wherever they came from, it publishes the manifest there. The shared directory is all that nodes need to know
-of each other: no collective call is made, and the trainer waits for nothing.
+other. On rank 0 the thread also publishes (publish_queue.py): when all files of a save are in the
+checkpoint's directory, wherever they came from, it publishes the manifest there. The shared directory is all
+that nodes need to know of each other: no collective call is made, and the trainer waits for nothing.
 
 A save is far when it is published in its checkpoint's directory. What fails is tried again for as long as
 the process lives; a source that is missing or damaged is given up. No save waits for an older one that is
@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
-from megatron_datastates.engine.atomic_files import sync_directory, write_whole
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
@@ -34,10 +34,8 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.job_notes import JobNotes
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import arrived_bytes
+from megatron_datastates.pipeline.near.publish_queue import REPORTED_ATTEMPT, PublishQueue
 from megatron_datastates.pipeline.near.room import Room
-from megatron_datastates.pipeline.publishing.presence import holds_exactly, missing_data_files
-from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 
 logger = logging.getLogger(__name__)
@@ -48,8 +46,6 @@ _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts request
 _ROOM_SECONDS = 10.0  # between two looks for what rank 0 has published
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _LONGEST_PAUSE_AT_THE_END = 3.0
-_REPORTED_ATTEMPT = 3
-_INSISTING_ATTEMPTS = 5  # the first one to write the tracker although what it names cannot be read
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # to object stores: of parts under way and of other nodes, nothing is seen
 
@@ -76,7 +72,13 @@ class Drain:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._to_copy: deque[NearSave] = deque()
-        self._to_publish: list[NearSave] = []  # on rank 0, oldest first
+        self._queue = PublishQueue(  # on rank 0
+            faults,
+            self._pause_seconds,
+            before=self._write_new_notes,  # the list of jobs says which of two saves is the later one
+            published=self._note_far,
+            progress=self._note_progress,
+        )
         # All that are still near, in the order in which they began. Save ids do not show it: after a restart
         # within the process, they are another run's. Replaced as a whole, and read without the lock.
         self._kept: list[NearSave] = []
@@ -172,7 +174,7 @@ class Drain:
         if newest is not None and not abandon:
             self._drain_now(newest)
         with self._lock:
-            pending = [*self._to_copy, *self._to_publish]
+            pending = [*self._to_copy, *self._queue.saves]
             self._closing, self._abandoned = True, abandon
             self._limit.set(0)  # training is over, and the job waits for this
             self._changed.notify_all()
@@ -185,7 +187,7 @@ class Drain:
                 self._given_up = self._progress
                 break
         with self._lock:
-            left = [*self._left, *self._to_copy, *self._to_publish]
+            left = [*self._left, *self._to_copy, *self._queue.saves]
         if left:
             logger.warning(
                 "%s: published in the near tiers only; the next job that loads from %s with "
@@ -218,7 +220,7 @@ class Drain:
 
     def _stalled_seconds(self) -> float:
         with self._lock:
-            in_store = any(is_object(save.far) for save in (*self._to_copy, *self._to_publish))
+            in_store = any(is_object(save.far) for save in (*self._to_copy, *self._queue.saves))
         return _STALLED_SECONDS_OBJECTS if in_store else _STALLED_SECONDS
 
     # -- the thread -------------------------------------------------------------------------------------
@@ -249,9 +251,9 @@ class Drain:
 
     def _look_seconds(self) -> float | None:
         """Returns how long to wait for what other nodes do; None if there is nothing to wait for."""
-        if not self._to_publish and not self._closing:
+        if not self._queue.saves and not self._closing:
             return None if self._is_done() else _ROOM_SECONDS
-        in_store = bool(self._to_publish) and is_object(self._to_publish[0].far)
+        in_store = bool(self._queue.saves) and is_object(self._queue.saves[0].far)
         return _LOOK_SECONDS_OBJECTS if in_store else _LOOK_SECONDS
 
     def _copy_or_pause(self, save: NearSave) -> None:
@@ -265,13 +267,13 @@ class Drain:
             is_lost = isinstance(error, SourceError) or (
                 # Unreadable for a while. Later saves must not wait for it for ever.
                 isinstance(error, StorageError)
-                and save.attempts >= _REPORTED_ATTEMPT
+                and save.attempts >= REPORTED_ATTEMPT
                 and len(self._to_copy) > 1
             )
-            has_tried = is_ending and save.attempts >= _REPORTED_ATTEMPT
+            has_tried = is_ending and save.attempts >= REPORTED_ATTEMPT
             is_left = not is_lost and has_tried and self._fails_for_long()
             is_given_up = is_lost or is_left
-            if is_given_up or save.attempts == _REPORTED_ATTEMPT:
+            if is_given_up or save.attempts == REPORTED_ATTEMPT:
                 logger.error(
                     "%s was not copied from %s to %s: %s%s",
                     save.name,
@@ -294,7 +296,7 @@ class Drain:
             self._may_evict = True  # earlier ones may have become far meanwhile
             save.attempts = 0
             if save.publisher is not None:
-                self._to_publish.append(save)
+                self._queue.add(save)
 
     def _fails_for_long(self) -> bool:
         """Returns whether no copy has succeeded for so long, at the job's end, that the wait is over.
@@ -354,91 +356,28 @@ class Drain:
             if self._abandoned:
                 raise DataStatesError("given up: the program ends")
             save.copied_bytes += count
-            self._progress = time.monotonic()
+            self._note_progress()
 
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _publish_what_is_complete(self) -> None:
-        # With one that is tried again, all are, and older ones wait for it: else the tracker would name an
-        # older one for a while, as if somebody had set it back (holdings.py).
-        is_time = any(map(self._is_to_be_tried_again, self._to_publish))
-        due = [save for save in self._to_publish if is_time or not save.attempts]
-        # The newest is looked at first, so that files that arrive meanwhile cannot change the order.
-        complete = [save for save in reversed(due) if self._is_complete(save)]
-        failed = max((n for n, save in enumerate(self._to_publish) if save.attempts), default=-1)
-        complete = [save for save in complete if is_time or self._to_publish.index(save) > failed]
-        if complete:
-            self._write_new_notes()  # the list of jobs says which of two saves is the later one
-        for save in reversed(complete):
-            try:
-                self._publish(save)
-            except Exception as error:
-                self._note_failure(save, error)
-                continue
+        count = len(self._queue.saves)
+        try:
+            self._queue.publish_what_is_complete(looks_at_bytes=self._closing)
+        finally:
             with self._lock:
-                for older in self._to_publish[: self._to_publish.index(save)]:
-                    older.overtaken_by = save.name
-                self._to_publish.remove(save)
-                self._may_evict = True
-            if not save.is_superseded:
-                self._room.note_far()
-                self._report(save.report())
+                self._may_evict = self._may_evict or len(self._queue.saves) < count
+
+    def _note_far(self, save: NearSave) -> None:
+        self._room.note_far()
+        self._report(save.report())
+
+    def _note_progress(self) -> None:
+        self._progress = time.monotonic()
 
     def _write_new_notes(self) -> None:
         if self._notes.has_new:
             self._notes.write()
-
-    def _is_complete(self, save: NearSave) -> bool:
-        try:
-            before = set(save.arrived)
-            missing = missing_data_files(save.far, save.small_files.manifest, save.arrived)
-            if not missing and before and not is_object(save.far):  # they may have been taken away since
-                save.arrived -= before
-                missing = missing_data_files(save.far, save.small_files.manifest, save.arrived)
-            is_seen = self._closing and bool(missing)
-            there = arrived_bytes(save.far, save.save_id, save.arrived) if is_seen else 0
-        except Exception as error:
-            self._note_failure(save, error)
-            return False
-        if (len(missing), there) != save.seen:
-            save.seen, self._progress = (len(missing), there), time.monotonic()
-        if missing:
-            save.attempts = 0
-            self._abandon_if_overtaken(save)
-        return not missing
-
-    def _abandon_if_overtaken(self, save: NearSave) -> None:
-        """Abandons a save that lacks files, if a newer one was complete.
-
-        Each node copies its saves in order: what this one lacks never comes.
-        """
-        if not save.overtaken_by:
-            return
-        logger.warning(
-            "%s is not published in %s: files are missing there, and %s is complete",
-            save.name,
-            save.far,
-            save.overtaken_by,
-        )
-        with self._lock:
-            self._to_publish.remove(save)
-            self._may_evict = True
-
-    def _note_failure(self, save: NearSave, error: Exception) -> None:
-        """Takes note that a save could not be published. Others do not wait for its next attempt."""
-        save.attempts, save.failed_at = save.attempts + 1, time.monotonic()
-        if save.attempts == _REPORTED_ATTEMPT:
-            logger.error(
-                "%s is not published in %s yet: %s; it is tried again, and %s stays until then",
-                save.name,
-                save.far,
-                error,
-                save.near or "what other nodes have of it",
-            )
-
-    def _is_to_be_tried_again(self, save: NearSave) -> bool:
-        waited = time.monotonic() - save.failed_at
-        return save.attempts > 0 and waited >= self._pause_seconds(save.attempts)
 
     def _rest(self, attempts: int) -> None:
         """Waits before the next attempt, unless there is something else to do."""
@@ -450,26 +389,11 @@ class Drain:
         seconds = _PAUSES[min(attempts, len(_PAUSES)) - 1]
         return min(seconds, _LONGEST_PAUSE_AT_THE_END) if self._closing else seconds
 
-    def _publish(self, save: NearSave) -> None:
-        """Publishes a save, and makes the tracker name it, unless a later save is there by now."""
-        assert save.publisher is not None
-        with save.publishing:  # a save of this process may go there directly
-            save.is_superseded = has_later_save(save.far, save.save_id)
-            if save.is_superseded:
-                logger.warning("%s is not published in %s: a later save is there", save.name, save.far)
-                return
-            for name, content in save.others.items():
-                if not holds_exactly(save.far / name, content):
-                    write_whole(save.far / name, content, self._faults, save.save_id)
-            save.publisher.publish()
-            save.tracker_attempts += 1
-            save.published(save.save_id, save.tracker_attempts < _INSISTING_ATTEMPTS)
-
     def _evict(self) -> None:
         """Makes room in the near tier, if something has changed. An evicted save is no longer near."""
         with self._lock:
             may_evict, self._may_evict = self._may_evict, False
-            busy = [*self._to_copy, *self._to_publish]
+            busy = [*self._to_copy, *self._queue.saves]
             # Nothing says when rank 0 publishes what another node has copied.
             looks = not busy and not self._is_done()
         if not (may_evict or (looks and any(save.is_far for save in self._kept))):
@@ -481,7 +405,7 @@ class Drain:
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
         rest = len(self._kept) - len(self._left)
-        if self._to_copy or self._to_publish or rest > self._options.near_keep:
+        if self._to_copy or self._queue.saves or rest > self._options.near_keep:
             return False
         return not self._closing or bool(self._left) or not self._room.waits_for_far(self._kept)
 
