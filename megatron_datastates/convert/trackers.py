@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from megatron_datastates import stores
-from megatron_datastates.convert.sinks.sink import write_synced
-from megatron_datastates.convert.sinks.target import named_as
-from megatron_datastates.engine.atomic_files import opened, sync_directory
+from megatron_datastates.engine.atomic_files import opened, replace_file
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object, lock
 from megatron_datastates.format.directory import (
@@ -107,7 +103,7 @@ def _name_it(run: Path, name: str, shown: Path) -> str:
         stays = f"still names {existing}" if existing else "names no checkpoint, and was left as it is"
         return f"{shown / TRACKER_NAME} {stays}: {otherwise}"
     if existing != name:
-        write_tracker(tracker, (RELEASE_NAME if step is None else str(step)).encode())
+        replace_file(tracker, (RELEASE_NAME if step is None else str(step)).encode())
     return f"{shown / TRACKER_NAME} names {name}: pass {load_option(shown)}{_format_to_name(run / name)}"
 
 
@@ -116,22 +112,6 @@ def _format_to_name(checkpoint: Path) -> str:
     if is_object(checkpoint) or (checkpoint / METADATA_NAME).exists():
         return ""
     return " --ckpt-format fsdp_dtensor if Megatron-FSDP saved it: it is a checkpoint of PyTorch's DCP"
-
-
-def write_tracker(tracker: Path, text: bytes) -> None:
-    """Makes Megatron's tracker hold this text, durably. Raises OSError."""
-    if is_object(tracker):
-        stores.write(tracker, text)
-        return
-    temporary = tracker.with_name(f".{TRACKER_NAME}.{secrets.token_hex(4)}.converting")  # of this call alone
-    with named_as(temporary, tracker):
-        try:
-            write_synced(temporary, text)
-            temporary.rename(tracker)
-        except BaseException:  # including an interrupt
-            temporary.unlink(missing_ok=True)
-            raise
-    sync_directory(tracker.parent)
 
 
 def _is_earlier(existing: str | None, name: str) -> bool:

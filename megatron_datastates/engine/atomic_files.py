@@ -84,6 +84,26 @@ def write_whole(
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Makes a file that belongs to no save, such as a tracker, hold `data`, durably.
+
+    Raises:
+        OSError: with the name of the file. `path` holds what it held before, or `data`.
+    """
+    if is_object(path):
+        stores.write(path, data)
+        return
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # of this call alone
+    try:
+        _write_whole(path, data, Faults(""), temporary, lambda: None, lambda: None)
+    except BaseException as error:  # including an interrupt
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise
+
+
 def temporary_beside(path: Path, save_id: SaveId) -> Path:
     """Returns the path of a file that is to be renamed to `path`.
 

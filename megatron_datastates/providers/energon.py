@@ -1,8 +1,8 @@
 """States of Megatron-Energon's data loaders as plain data, and back.
 
 Energon's states are dataclasses and dictionaries of its own classes. Plain data needs no class on the allow
-list, so a checkpoint still cannot run code: on the way back, only classes that Energon itself defines as
-states are made, and the program must have imported the module that defines them.
+list, so a checkpoint still cannot run code: on the way back, only such classes of Energon's are made, from
+modules that the program has imported, and none of their methods is called (nor does unpickling call them).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import dataclasses
 import sys
 from typing import Any
 
-from megatron_datastates.errors import UntrustedClassError
+from megatron_datastates.errors import FormatError, UntrustedClassError
 
 _PACKAGE = "megatron.energon"
+_ADVICE = "use the release of Energon that it was saved with"
 _MARK = "__energon__"  # the key of the class in a dictionary that stands for an instance of it
 
 
@@ -37,6 +38,7 @@ def to_energon(plain: Any) -> Any:
 
     Raises:
         UntrustedClassError: it names a class that is not a state of Energon's, or is not imported.
+        FormatError: it does not fit its class.
     """
     kind = type(plain)
     if kind in (list, tuple):
@@ -46,9 +48,37 @@ def to_energon(plain: Any) -> Any:
     if _MARK not in plain:
         return {key: to_energon(value) for key, value in plain.items()}
     made = _class(plain[_MARK])
+    members = plain.get("items" if issubclass(made, dict) else "fields")
+    if not isinstance(members, dict):
+        raise FormatError(f"the data loader's state is damaged: a {made.__qualname__} without its values")
+    values = {key: to_energon(value) for key, value in members.items()}
     if issubclass(made, dict):
-        return made(to_energon(plain["items"]))
-    return made(**{name: to_energon(value) for name, value in plain["fields"].items()})
+        state = dict.__new__(made)
+        dict.update(state, values)
+        return state
+    return _dataclass_of(made, values)
+
+
+def _dataclass_of(made: type, values: dict[str, Any]) -> Any:
+    state = object.__new__(made)
+    for field in dataclasses.fields(made):
+        if field.name in values:
+            value = values.pop(field.name)
+        elif field.default is not dataclasses.MISSING:
+            value = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        else:
+            raise FormatError(
+                f"the state of the data loader has no {field.name!r} for {made.__qualname__}: {_ADVICE}"
+            )
+        object.__setattr__(state, field.name, value)
+    if values:
+        raise FormatError(
+            f"the state of the data loader has {sorted(map(str, values))}, which {made.__qualname__} lacks: "
+            f"{_ADVICE}"
+        )
+    return state
 
 
 def _is_energons(kind: type) -> bool:
@@ -60,12 +90,12 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _class(name: str) -> type:
-    module, _, qualified = name.partition(":")
+def _class(name: Any) -> type:
+    module, _, qualified = str(name).partition(":")
     found = getattr(sys.modules.get(module), qualified, None)
     if not isinstance(found, type) or not _is_energons(found) or _name(found) != name:
         raise UntrustedClassError(
             f"the state of the data loader names {name!r}: expected a state class of {_PACKAGE}, whose "
-            "modules the program imports when it makes its loader; use the release that it was saved with"
+            f"modules the program imports when it makes its loader; {_ADVICE}"
         )
     return found

@@ -27,7 +27,7 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import plan_conversion
 from megatron_datastates.convert.run import CONVERTING, VERIFYING, ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
-from megatron_datastates.convert.trackers import write_tracker
+from megatron_datastates.engine.atomic_files import replace_file
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -202,9 +202,9 @@ def test_an_interrupt_leaves_no_temporary_tracker(tmp_path: Path, monkeypatch: p
     def interrupted(path: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_tracker(tmp_path / TRACKER, b"10")
+        replace_file(tmp_path / TRACKER, b"10")
     assert os.listdir(tmp_path) == []
 
 
@@ -261,22 +261,22 @@ def test_a_release_beside_a_tracker_that_stays_is_loaded_by_no_step(tmp_path: Pa
 def test_two_conversions_that_write_one_tracker_at_once_both_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker, rename, texts = tmp_path / TRACKER, Path.rename, [b"2"]
+    tracker, rename, texts = tmp_path / TRACKER, os.replace, [b"2"]
 
-    def rename_late(path: Path, target: Path) -> Path:
+    def rename_late(path: Path, target: Path) -> None:
         if texts:
-            write_tracker(tracker, texts.pop())
-        return rename(path, target)
+            replace_file(tracker, texts.pop())
+        rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", rename_late)
-    write_tracker(tracker, b"10")
+    monkeypatch.setattr(os, "replace", rename_late)
+    replace_file(tracker, b"10")
     assert tracker.read_bytes() == b"10" and os.listdir(tmp_path) == [TRACKER]
 
 
 def test_of_two_conversions_at_once_the_tracker_names_the_later_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, write = tmp_path / "made", trackers.write_tracker
+    made, write = tmp_path / "made", trackers.replace_file
     for step in (2, 10):
         (made / f"iter_{step:07d}").mkdir(parents=True)
     later = threading.Thread(target=trackers.how_to_load, args=(tmp_path, made / "iter_0000010"))
@@ -287,7 +287,7 @@ def test_of_two_conversions_at_once_the_tracker_names_the_later_iteration(
             later.join(0.5)  # it has decided by then, if nothing holds it
         write(tracker, text)
 
-    monkeypatch.setattr(trackers, "write_tracker", write_late)
+    monkeypatch.setattr(trackers, "replace_file", write_late)
     trackers.how_to_load(tmp_path, made / "iter_0000002")
     later.join()
     assert (made / TRACKER).read_text() == "10"
@@ -302,7 +302,7 @@ def test_what_was_converted_is_printed_although_the_tracker_cannot_be_written(
 
     save_with_dcp(tmp_path / "run" / "iter_0000002", {"a": torch.ones(3)})
     (tmp_path / "run" / TRACKER).write_text("2")
-    monkeypatch.setattr(trackers, "write_tracker", full)
+    monkeypatch.setattr(trackers, "replace_file", full)
     arguments = (tmp_path / "run", tmp_path / "made", *["--all"] * every)
     code, out, err = run("convert", *arguments, "--json")
     found = json.loads(out)

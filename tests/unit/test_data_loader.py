@@ -15,7 +15,13 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import megatron_datastates as ds
-from megatron_datastates.errors import MismatchError, ProviderError, SaveFailedError, UntrustedClassError
+from megatron_datastates.errors import (
+    FormatError,
+    MismatchError,
+    ProviderError,
+    SaveFailedError,
+    UntrustedClassError,
+)
 from megatron_datastates.mcore import dataloader
 from megatron_datastates.mcore import providers as mcore_providers
 from megatron_datastates.mcore.dataloader import LoopDataLoader
@@ -412,6 +418,45 @@ def test_only_states_of_energon_are_made(energon: Any) -> None:
     energon.Loader = type("Loader", (), {"__module__": energon.__name__})
     with pytest.raises(UntrustedClassError, match="Loader"):
         to_energon({**plain, "__energon__": f"{energon.__name__}:Loader"})
+
+
+def test_no_method_of_energons_classes_is_called(energon: Any) -> None:
+    called = []
+    for kind, method in ((energon.WorkerState, "__post_init__"), (energon.Flexible, "__init__")):
+        setattr(kind, method, lambda self, *args, **kwargs: called.append(self))
+    energon.WorkerState.__init__ = energon.Flexible.__init__
+    plain = {"__energon__": f"{energon.__name__}:WorkerState", "fields": {"position": 4, "inner": None}}
+    assert to_energon(plain).position == 4
+    assert to_energon({"__energon__": f"{energon.__name__}:Flexible", "items": {"a": 1}}) == {"a": 1}
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "a WorkerState without its values"),
+        ({"fields": [4]}, "a WorkerState without its values"),
+        ({"fields": {"position": 4}}, "no 'inner' for WorkerState"),
+        ({"fields": {"position": 4, "inner": 0, "later": 1}}, r"\['later'\], which WorkerState lacks"),
+    ],
+)
+def test_a_state_that_does_not_fit_its_class_is_refused(
+    energon: Any, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(FormatError, match=said):
+        to_energon({"__energon__": f"{energon.__name__}:WorkerState", **fields})
+
+
+def test_a_member_that_is_new_in_a_class_of_energons_has_its_default(energon: Any) -> None:
+    @dataclasses.dataclass
+    class Later:
+        position: int
+        more: list[int] = dataclasses.field(default_factory=list)
+        limit: int = 7
+
+    Later.__module__, Later.__qualname__, energon.Later = energon.__name__, "Later", Later
+    plain = {"__energon__": f"{energon.__name__}:Later", "fields": {"position": 4}}
+    assert to_energon(plain) == Later(4, [], 7)
 
 
 def test_classes_of_others_are_refused_at_the_save(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import threading
@@ -160,6 +161,27 @@ def test_once_storage_answers_again_a_rolled_back_run_saves_to_it(
     again.save(3)
     assert again.is_far(3) and kept(again, 0) == ["iter_0000001", "iter_0000002"]
     again.close()
+
+
+def test_a_rolled_back_run_saves_to_save_although_its_tracker_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path)
+    (nodes.run / TRACKER_NAME).parent.mkdir(parents=True)
+    (nodes.run / TRACKER_NAME).write_text("9")
+    read, failures = tier.read_tracked, [OSError(errno.ESTALE, "Stale file handle")] * 2  # on each rank
+
+    def stale_at_first(tracker: Path) -> int | None:
+        if failures:
+            raise failures.pop()
+        return read(tracker)
+
+    monkeypatch.setattr(tier, "read_tracked", stale_at_first)
+    assert nodes.save(1).outcome is Outcome.PUBLISHED
+    assert kept(nodes, 0) == ["iter_0000001"] and not failures
+    nodes.save(2)
+    assert nodes.is_far(2) and "iter_0000002" not in kept(nodes, 0)
+    nodes.close()
 
 
 def test_links_in_the_path_are_followed_once_storage_answers(

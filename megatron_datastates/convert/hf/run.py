@@ -17,7 +17,8 @@ from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.planning import Plan, plan_conversion
 from megatron_datastates.convert.sinks.sink import Progress
-from megatron_datastates.convert.trackers import one_at_a_time, write_tracker
+from megatron_datastates.convert.trackers import one_at_a_time
+from megatron_datastates.engine.atomic_files import replace_file
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import BACKEND, RELEASE_NAME, TRACKER_NAME
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
@@ -51,7 +52,7 @@ def import_model(
     convert(plan, limits, progress=start(plan))
     with one_at_a_time(run):
         _refuse_others(run)
-        write_tracker(run / TRACKER_NAME, RELEASE_NAME.encode())
+        replace_file(run / TRACKER_NAME, RELEASE_NAME.encode())
     return plan
 
 

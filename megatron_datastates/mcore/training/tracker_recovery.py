@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.engine.atomic_files import replace_file
 from megatron_datastates.files import TRACKER_BYTES, any_path, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.runs.runs import (
@@ -56,9 +57,7 @@ def mend(tracker: Path) -> None:
             if iteration is None:
                 tracker.unlink()
             else:
-                corrected = tracker.with_name(tracker.name + ".mended")
-                corrected.write_text(str(iteration))
-                corrected.replace(tracker)
+                replace_file(tracker, str(iteration).encode())
     except OSError as error:
         logger.warning("%s is damaged and could not be repaired: %s", tracker, error)
 

@@ -87,6 +87,7 @@ class Drain:
         self._notes = JobNotes()
         self._room = Room(options.near_keep)
         self._thread: BackgroundThread | None = None
+        self._has_ended = False  # that thread, or will not look at saves again
         self._closing = False
         self._abandoned = False
         self._progress = time.monotonic()
@@ -126,6 +127,7 @@ class Drain:
             self._start("checkpoints stay")
 
     def _start(self, otherwise: str) -> None:
+        self._reopen()  # the end of training may have abandoned its wait, and the thread has ended since
         if self._thread is None:
             thread = BackgroundThread(self._run)
             try:
@@ -212,9 +214,13 @@ class Drain:
         if not any(is_object(save.far) for save in self._kept):
             return
         self.close(abandon=False)
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """Takes further saves if the thread has ended."""
         with self._lock:
-            if self._thread is not None and self._thread.join(0):
-                self._thread, self._closing, self._failing_since = None, False, None
+            if self._has_ended and not self._abandoned:
+                self._thread, self._has_ended, self._closing, self._failing_since = None, False, False, None
                 self._to_copy, self._left = deque([*self._left, *self._to_copy]), []
                 self._limit.set(self._options.drain_limit)
 
@@ -231,6 +237,7 @@ class Drain:
             with self._lock:
                 save = self._to_copy[0] if self._to_copy else None
                 if self._abandoned or (self._closing and self._is_done()):
+                    self._has_ended = True
                     return
             self._publish_and_evict()  # before a copy, which may take long
             if save is not None:

@@ -37,7 +37,7 @@ from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_na
 from megatron_datastates.pipeline.near.share import NearPlace
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
-from megatron_datastates.pipeline.runs.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete, read_tracked, tracked_iteration
 from megatron_datastates.pipeline.saving.background import Answers
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 
@@ -179,15 +179,15 @@ class NearTier:
 
         A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it. An
         object store is reached through the near tier alone: there the tracker follows with the next drain. So
-        it does if --save does not answer now; then the next save asks again.
+        it does if --save does not answer now, or with an error; then the next save asks again.
         """
         iteration = iteration_in_name(checkpoint.name)
         if is_object(checkpoint) or self._is_ahead or iteration is None:
             return False
         tracker = checkpoint.parent / TRACKER_NAME
         try:
-            tracked = self._storage.get(lambda: tracked_iteration(tracker), _PATIENCE_SECONDS)
-        except TimeoutError:
+            tracked = self._storage.get(lambda: read_tracked(tracker), _PATIENCE_SECONDS)
+        except OSError:  # or no answer in time
             return False
         self._is_ahead = tracked is None or tracked < iteration
         return not self._is_ahead
