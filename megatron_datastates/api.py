@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.config import Options, options_of_call
+from megatron_datastates.config import options_of_call
 from megatron_datastates.engine.fence import FENCE, fence
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.files import is_object, path_of
@@ -279,7 +279,8 @@ def open(directory: StrPath, **options: Any) -> Checkpoint:
     Raises:
         NotACheckpointError: no checkpoint was published there.
         FormatError, UnsupportedFormatError, StorageError: its manifest or index cannot be used.
+        OptionError: there is no such option, or not for what is read here.
     """
     _check_path(directory)
     # The program may change its own directory before it reads.
-    return Checkpoint.open(path_of(directory).absolute(), Options.from_environment(options))
+    return Checkpoint.open(path_of(directory).absolute(), options_of_call(options, "load"))

@@ -23,16 +23,21 @@ uint64_t SizeOf(nb::handle dictionary) {
 
 bool HasWeakReferences(nb::handle value) { return PyType_SUPPORTS_WEAKREFS(Py_TYPE(value.ptr())); }
 
+PyObject* Checked(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return made;
+}
+
 nb::list InternedStrings(const std::vector<std::string>& names) {
   nb::list interned;
-  for (const std::string& name : names) interned.append(nb::steal(PyUnicode_InternFromString(name.c_str())));
+  for (const std::string& name : names) {
+    interned.append(nb::steal(Checked(PyUnicode_InternFromString(name.c_str()))));
+  }
   return interned;
 }
 
 nb::object DictionaryOf(nb::handle owner) {
-  nb::object values = nb::steal(PyObject_GenericGetDict(owner.ptr(), nullptr));
-  if (!values.is_valid()) throw nb::python_error();
-  return values;
+  return nb::steal(Checked(PyObject_GenericGetDict(owner.ptr(), nullptr)));
 }
 
 // Returns whether a weak reference is one to `value`. Leaves no exception behind.
@@ -123,10 +128,6 @@ class Structure::Noting {
   }
 
  private:
-  static PyObject* Checked(PyObject* made) {
-    if (made == nullptr) throw nb::python_error();
-    return made;
-  }
   bool Add(Kind kind, uint64_t fact, nb::object held, nb::handle value) {
     entries_.push_back({kind, fact, std::move(held), value.ptr(), entries_.size() + 1});
     return true;
@@ -220,7 +221,7 @@ Structure::Structure(const nb::list& owners, const nb::list& roots,
                      const std::vector<std::string>& opaque)
     : attributes_(InternedStrings(attributes)),
       own_(InternedStrings(own)),
-      opaque_(nb::steal(PyFrozenSet_New(InternedStrings(opaque).ptr()))) {
+      opaque_(nb::steal(Checked(PyFrozenSet_New(InternedStrings(opaque).ptr())))) {
   for (nb::handle name : attributes_) WatchName(name);
   for (nb::handle name : own_) WatchName(name);
   const uint64_t changes = ChangeCount();
@@ -297,10 +298,14 @@ bool Structure::WalkOwner(nb::handle owner, Visitor* visitor) {
   if (!visitor->Owner(owner, values)) return false;
   for (nb::handle name : attributes_) {
     const nb::object value = nb::borrow(PyDict_GetItemWithError(values.ptr(), name.ptr()));
+    if (!value.is_valid() && PyErr_Occurred() != nullptr) throw nb::python_error();
     if (!value.is_valid() ? !visitor->Absent() : !WalkValue(value, visitor)) return false;
   }
-  for (nb::handle name : own_)
-    if (!visitor->Opaque(PyDict_Contains(values.ptr(), name.ptr()) == 1)) return false;
+  for (nb::handle name : own_) {
+    const int contains = PyDict_Contains(values.ptr(), name.ptr());
+    if (contains < 0) throw nb::python_error();
+    if (!visitor->Opaque(contains == 1)) return false;
+  }
   return true;
 }
 

@@ -1,4 +1,4 @@
-// Copies between host memory and slots. The only place where the CPU copies a span's bytes.
+// Copies between host memory and slots. block_sums.cc copies what is also summed.
 #pragma once
 
 #include <cstddef>

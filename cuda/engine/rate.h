@@ -1,4 +1,4 @@
-// A limit on bytes per second that threads share; used by tests and benchmarks to slow copies or writes down.
+// A limit on bytes per second that threads share (the options copy-limit and write-limit).
 #pragma once
 
 #include <chrono>

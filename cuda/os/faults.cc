@@ -3,8 +3,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <chrono>
+#include <optional>
 #include <sstream>
+#include <system_error>
 #include <thread>
 
 namespace datastates {
@@ -21,8 +24,18 @@ int ErrnoByName(const std::string& name) {
   return found == kNames.end() ? 0 : found->second;
 }
 
+constexpr char kStall[] = "stall=";
+
+std::optional<long> Number(const std::string& text) {
+  long number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size() || number < 0) return std::nullopt;
+  return number;
+}
+
 bool Known(const std::string& effect) {
-  return effect == "short" || effect == "kill" || effect.rfind("stall=", 0) == 0 || ErrnoByName(effect) != 0;
+  if (effect.rfind(kStall, 0) == 0) return Number(effect.substr(sizeof(kStall) - 1)).has_value();
+  return effect == "short" || effect == "kill" || ErrnoByName(effect) != 0;
 }
 
 }  // namespace
@@ -33,10 +46,14 @@ Faults::Faults(const std::string& plan) {
     if (word.empty()) continue;
     const size_t first = word.find(':');
     const size_t second = word.find(':', first == std::string::npos ? first : first + 1);
-    if (second == std::string::npos || !Known(word.substr(second + 1))) {
+    std::optional<long> nth;
+    if (second != std::string::npos && Known(word.substr(second + 1))) {
+      nth = Number(word.substr(first + 1, second - first - 1));
+    }
+    if (!nth) {
       throw Failure("read fault plan", "'" + word + "'", 0, "expected operation:nth:effect");
     }
-    entries_.push_back({word.substr(0, first), std::stol(word.substr(first + 1)), word.substr(second + 1)});
+    entries_.push_back({word.substr(0, first), *nth, word.substr(second + 1)});
   }
 }
 
@@ -52,8 +69,9 @@ Faults::Effect Faults::Count(const char* operation) {
     if (entry.operation != operation || (entry.nth != 0 && entry.nth != call)) continue;
     if (entry.effect == "kill") kill(getpid(), SIGKILL);
     if (entry.effect == "short") effect.short_count = true;
-    if (entry.effect.rfind("stall=", 0) == 0) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(std::stol(entry.effect.substr(6))));
+    if (entry.effect.rfind(kStall, 0) == 0) {
+      const long milliseconds = *Number(entry.effect.substr(sizeof(kStall) - 1));
+      std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
     }
     if (int code = ErrnoByName(entry.effect)) effect.error = code;
   }

@@ -12,10 +12,10 @@
 namespace datastates {
 
 // A plan is a comma-separated list of `operation:nth:effect`: at the nth call of the operation
-// (1 is the first, 0 is every call) the effect happens. Effects: an errno name (ENOSPC, EIO, EINVAL, EINTR,
-// EDQUOT, EFBIG, EOPNOTSUPP, ENOMEM; handled as if the system had returned it), `short` (about half of the
-// bytes are moved), `kill` (SIGKILL) and `stall=MS` (sleep). Operations are the names used in the error
-// messages: open, reserve, write, truncate, sync, sync directory, read.
+// (1 is the first, 0 is every call) the effect happens. Effects: an errno name (ENOSPC, EIO and others,
+// see faults.cc; handled as if the system had returned it), `short` (about half of the bytes are moved),
+// `kill` (SIGKILL) and `stall=MS` (sleep). Operations are the names used in the error messages: open,
+// reserve, write, truncate, sync, sync directory, read.
 class Faults {
  public:
   // Throws Failure when `plan` cannot be read.

@@ -20,7 +20,8 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
   const int error = fstat(fd_, &found) == 0 ? 0 : errno;
   if (error != 0 || !S_ISREG(found.st_mode)) {
     close(fd_);
-    throw FileFailure("open", path, error, "expected a regular file, found another kind of file");
+    const char* detail = error == 0 ? "expected a regular file, found another kind of file" : "";
+    throw FileFailure("open", path, error, detail);
   }
   CloseInForkedChildOrNow(fd_);
 }

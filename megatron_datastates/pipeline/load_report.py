@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -68,9 +69,15 @@ def reported_load(directory: str | os.PathLike[str], options: Callable[[], Optio
         raise
     finally:
         report = load_report(any_path(directory), tracker, time.perf_counter() - begin, failure)
-        Reporter(options().report_file).emit(report["rank"], lambda: report)
+        _reporter(options().report_file).emit(report["rank"], lambda: report)
         if failure is None and report["rank"] == 0:
             _warn_of_rounding(tracker.checkpoint)
+
+
+@functools.lru_cache(maxsize=8)
+def _reporter(path: str) -> Reporter:
+    """Returns the one of all loads: a file that hangs is waited for once."""
+    return Reporter(path)
 
 
 def _warn_of_rounding(checkpoint: Checkpoint | None) -> None:

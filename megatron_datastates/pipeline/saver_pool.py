@@ -107,7 +107,8 @@ def _close_before_pools() -> None:
     global _closes_early
     if not _closes_early:
         importlib.import_module("concurrent.futures.thread")
-        threading.__dict__["_register_atexit"](functools.partial(close_all, Saver))
+        register = getattr(threading, "_register_atexit", atexit.register)  # a private function of Python's
+        register(functools.partial(close_all, Saver))
         _closes_early = True
 
 

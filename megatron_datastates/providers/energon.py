@@ -60,7 +60,7 @@ def to_energon(plain: Any) -> Any:
 
 
 def _dataclass_of(made: type, values: dict[str, Any]) -> Any:
-    state = object.__new__(made)
+    state: Any = object.__new__(made)
     for field in dataclasses.fields(made):
         if field.name in values:
             value = values.pop(field.name)

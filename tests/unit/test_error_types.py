@@ -69,8 +69,11 @@ def test_a_missing_file_keeps_its_errno_with_what_its_rank_wrote_to_it(saved):
     assert said(raised.value) == (errno.ENOENT, str(file), "read")
 
 
-def test_what_concerns_no_file_is_the_machines_fault(saved):
-    checkpoint = Checkpoint.open(saved, dataclasses.replace(OPTIONS, faults="nonsense"))
+@pytest.mark.parametrize(
+    "plan", ["nonsense", "read:x:EIO", "read:-1:EIO", "read:1:stall=", "read:1:stall=9s"]
+)
+def test_what_concerns_no_file_is_the_machines_fault(saved, plan):
+    checkpoint = Checkpoint.open(saved, dataclasses.replace(OPTIONS, faults=plan))
     with pytest.raises(EngineError, match="read fault plan") as raised:
         checkpoint.read_tensor("w")
     assert said(raised.value) == (0, "", "read fault plan")

@@ -340,6 +340,7 @@ def test_providers_in_an_option_are_refused_rather_than_left_out(tmp_path: Path)
         (ds.save, {"while_saving": "skip"}),
         (ds.save, {"on_failure": "warn"}),
         (ds.load, {"fallback": "2"}),
+        (ds.open, {"fallback": "2"}),
     ],
 )
 def test_options_that_would_have_no_effect_are_refused(

@@ -192,6 +192,18 @@ def test_a_program_that_ends_with_an_error_leaves_its_saves_to_the_next_job(
     abandon(nodes)
 
 
+def test_an_error_in_an_interactive_session_is_not_its_end(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.save(1)
+    monkeypatch.setattr(sys, "last_value", NameError(), raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    for saver in reversed(nodes.ranks.savers):
+        assert saver.near is not None
+        saver.near.close()
+    nodes.check(1)
+
+
 @pytest.mark.parametrize("cause", ["full", "a file", "not mounted"])
 def test_a_near_tier_of_no_use_is_left_out_with_one_warning(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -560,6 +560,7 @@ def test_retention_deletes_on_a_thread_where_megatron_forks(
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
     with retention.saving(400):
         pass
+    assert checkpointing.multiprocessing.current_process() is multiprocessing.current_process()
     called = []
     # As in iter_finalize_fn of save_checkpoint.
     process = checkpointing.multiprocessing.get_context("fork").Process(

@@ -68,7 +68,18 @@ class _Deletion(threading.Thread):
         super().__init__(target=target, args=args[:3], daemon=daemon, name="datastates-retention")
 
 
-_THREADS = types.SimpleNamespace(get_context=lambda method: types.SimpleNamespace(Process=_Deletion))
+class _Threads:
+    """Stands in for `multiprocessing` in Megatron's checkpointing, which deletes in a forked process."""
+
+    @staticmethod
+    def get_context(method: str | None = None) -> Any:
+        return types.SimpleNamespace(Process=_Deletion)
+
+    def __getattr__(self, name: str) -> Any:  # releases to come may use more of it
+        return getattr(multiprocessing, name)
+
+
+_THREADS = _Threads()
 
 
 @contextlib.contextmanager

@@ -271,7 +271,9 @@ class NearTier:
 
     def close(self) -> None:
         """Drains what is left, unless the program ends with an error: then the next job does it."""
-        self.drain.close(abandon=getattr(sys, "last_value", None) is not None)
+        # In an interactive session, the last error may be a slip of hours ago.
+        has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+        self.drain.close(abandon=has_failed)
         if self.replicas is not None:
             self.replicas.close()
 

@@ -73,7 +73,7 @@ class Collectives:
     def _device(group: dist.ProcessGroup | None = None) -> torch.device:
         # The backend's name is "undefined" after `init_process_group()` without one.
         group = _world() if group is None else group
-        types = () if group is None else group._device_types
+        types = getattr(group, "_device_types", ())  # a private property of torch's
         if torch.device("cpu") in types or "gloo" in str(dist.get_backend(group)):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

@@ -20,7 +20,6 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 
 HOST_BYTES, ENDPOINT_BYTES = 40, 34
-_RECORD = struct.Struct(f"<I?QQI16sQ7d16sIQ??{HOST_BYTES}s{ENDPOINT_BYTES}sq QQI16sQQ32s")
 STABLE_GROUP = 1  # of the second data file
 _COLUMNS = np.dtype(
     [
@@ -55,6 +54,14 @@ _COLUMNS = np.dtype(
         ("stable_content_sha256", "V32"),
     ]
 )
+_CODES = {"<u4": "I", "<u8": "Q", "<i8": "q", "<f8": "d", "|b1": "?"}
+
+
+def _code(kind: np.dtype[Any]) -> str:
+    return f"{kind.itemsize}s" if kind.kind == "V" else _CODES[kind.str]
+
+
+_RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS.fields or ()))
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
 
