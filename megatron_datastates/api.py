@@ -198,8 +198,10 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         ProviderError: a state provider could not restore itself; its `__cause__` says why.
         UntrustedClassError: an object contains a class that is not trusted, or one of Megatron-Core's, which
             is not installed.
-        CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
-            `into` may have been filled in part.
+        CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name.
+
+        Tensors and objects that are missing, other shapes, and objects that are refused are found before any
+        tensor of `into` is filled. After other errors, some may have been.
     """
     _check_path(directory)
     chosen = options_of_call(options, "load")
@@ -231,7 +233,6 @@ def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     wanted = named_values(into)
     shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(name, value)) is not None}
     providers = {name: value for name, value in wanted.items() if isinstance(value, StateProvider)}
-    fill(checkpoint, {name: (shard.place_of(name), shard.tensor) for name, shard in shards.items()})
     kept = shards.keys() | providers.keys()
     others = {name: value for name, value in wanted.items() if name not in kept}
     empty = {name for name, value in others.items() if isinstance(value, Mapping) and not value}
@@ -240,6 +241,8 @@ def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     found |= checkpoint.read_objects(name for name in others if name not in found)
     # Ranks that have nothing of a state pass {} beside the one that has it all.
     found |= _load_below(checkpoint, {name for name in empty & stored if is_empty(found[name])})
+    # Last, so that a load that is refused has changed nothing.
+    fill(checkpoint, {name: (shard.place_of(name), shard.tensor) for name, shard in shards.items()})
     restore(checkpoint, providers)
     return map_leaves(into, lambda name: wanted[name] if name in kept else found[name])
 

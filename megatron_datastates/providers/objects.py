@@ -33,7 +33,7 @@ from megatron_datastates.providers.members import PICKLE, Member, corrupt_member
 from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
-from megatron_datastates.providers.unpickling import TRUST_ALL, FilledError, Unpickler
+from megatron_datastates.providers.unpickling import TRUST_ALL, FilledError, PartOfTensorError, Unpickler
 
 logger = logging.getLogger(__name__)
 _BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
@@ -289,7 +289,7 @@ def _refusal(what: str, error: UnsafeObjectError) -> UnsafeObjectError:
         return UntrustedClassError(f"{what}: {error}")
     if isinstance(error, UntrustedClassError):
         return UntrustedClassError(f"{what}: it contains {error}, which is not trusted. {REMEDIES}")
-    advice = "" if isinstance(error, _DamagedError | FilledError) else f". {REMEDIES}"
+    advice = "" if isinstance(error, _DamagedError | FilledError | PartOfTensorError) else f". {REMEDIES}"
     return UnsafeObjectError(f"{what}: {error}{advice}")
 
 

@@ -52,6 +52,7 @@ _CALLS = plain.CALLS | rebuilding.CALLS
 _OURS = {id(value) for value in (*plain.VALUES.values(), *rebuilding.VALUES.values())}
 _LISTS = (list, collections.deque)
 _DICTIONARIES = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_DTENSOR = "torch.distributed.tensor.DTensor"  # torch trusts it, once it is imported
 _NEVER = {"sys", "os", "posix", "nt"}  # never trusted, as in torch, even if the user adds them
 
 Storages = Callable[[StorageKind, str, int], Any]  # (kind, name, elements) -> storage
@@ -84,6 +85,16 @@ def _copied_bytes(value: Any, depth: int = 2) -> int:
 
 class FilledError(UnsafeObjectError):
     """An object is filled like a list or a dict and is of another class, which no trust in it helps."""
+
+
+class PartOfTensorError(UnsafeObjectError):
+    """An object contains a DTensor: its pickle has this rank's part alone, whatever is trusted."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"it contains a {_DTENSOR}, of which only this rank's part would be stored: pass that as a "
+            "ds.Shard and a value of the state itself, outside of lists and objects, or save by DCP"
+        )
 
 
 def _require_kind(target: Any, kinds: tuple[type[Any], ...], what: str) -> None:
@@ -174,6 +185,8 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         full = f"{module}.{name}"
+        if self.dry_run and full == _DTENSOR:
+            raise PartOfTensorError
         for known in (plain.VALUES, rebuilding.VALUES, {} if module in _NEVER else self._trusted):
             if full in known:
                 return known[full]

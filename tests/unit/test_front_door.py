@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from megatron_datastates.errors import (
     OptionError,
     SaveFailedError,
     StorageError,
+    UntrustedClassError,
 )
 from megatron_datastates.pipeline.loading import entries
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -233,6 +235,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, into: Any, error: type[Exc
     ds.save({"t": torch.ones(2, 3)}, tmp_path / "ck")
     with pytest.raises(error, match=said):
         ds.load(tmp_path / "ck", into=into)
+
+
+@pytest.mark.parametrize("wanted", [{"missing": None}, {"opt": {}}, {"own": None}, {"w2": torch.zeros(2)}])
+def test_a_load_that_is_refused_changes_no_tensor(wanted: dict[str, Any], tmp_path: Path) -> None:
+    """A program may go on with what it has, as where an older checkpoint lacks what it saves now."""
+    ds.save({"w": torch.ones(3), "own": fractions.Fraction(1, 3)}, tmp_path, trust_objects=True)
+    target = torch.zeros(3)
+    with pytest.raises((MissingKeyError, UntrustedClassError)):
+        ds.load(tmp_path, into={"w": target, **wanted})
+    assert not target.any()
 
 
 def test_a_shard_of_no_tensor_is_not_saved(tmp_path: Path) -> None:

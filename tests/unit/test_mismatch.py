@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import megatron_datastates as ds
 from megatron_datastates.mcore.load.mismatch import first_mismatch, tensors_left_out
+from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.saver import Saver
 from tests.unit.states import save
 from tests.unit.test_optimizer_state import BUCKET
@@ -84,3 +85,15 @@ def test_each_rank_is_looked_at_before_a_tensor_is_said_to_be_left_out(
     save(saver, tmp_path, {key: torch.ones(1) for key in [*keys, "optimizer.state.exp_avg.decoder.weight"]})
     everyone = [[SimpleNamespace(key=keys[rank])] for rank in range(ranks)]
     assert tensors_left_out(ds.open(tmp_path), everyone) == keys[ranks:]
+
+
+def test_a_local_checkpoint_of_other_sizes_is_not_said_to_lack_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron has loaded no directory then, and the checkpoint in --load resumes with any sizes."""
+    monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: SimpleNamespace(finetune=False))
+
+    def original() -> None:
+        raise RuntimeError(f"(TP, PP) mismatch: {loads._REFUSAL}")
+
+    with pytest.raises(RuntimeError, match="leave out --non-persistent-ckpt-type") as found:
+        loads.wrap_load_checkpoint(original)()
+    assert "None" not in str(found.value) and "optimizer map" not in str(found.value)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import megatron_datastates as ds
 from megatron_datastates.errors import CorruptDataError, SaveFailedError, UnsafeObjectError
@@ -91,6 +93,17 @@ def test_a_corrupt_tensor_in_an_object_is_damage_even_where_all_objects_are_trus
     verdict = Verdict()
     _check_object(bytes(data), "k", dataclasses.replace(OPTIONS, trust_objects=True), verdict)
     assert len(verdict.faults) == 1 and not verdict.notes
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_part_of_a_tensor_is_no_object(tmp_path: Path) -> None:
+    """torch trusts DTensors in any program that has imported them, and in no other."""
+    mesh = init_device_mesh("cpu", (1,))
+    value = [DTensor.from_local(torch.ones(2), mesh, [Shard(0)])]
+    with torch.serialization.safe_globals([DTensor]):
+        with pytest.raises(SaveFailedError, match=r"'x' was not saved.*DTensor.*ds\.Shard") as found:
+            ds.save({"x": value}, tmp_path / "c", **SMALL)
+        assert "add_safe_globals" not in str(found.value)
 
 
 @pytest.mark.parametrize("value", [Colour.RED, Config(3), [Own], collections.defaultdict(Config)])

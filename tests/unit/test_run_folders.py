@@ -184,6 +184,8 @@ def test_a_run_without_a_choice_is_refused(a_run: Path):
     assert "names iter_0000007, which is missing: choose another by --iteration" in refused("show", a_run)
     (a_run / TRACKER).unlink()
     assert "choose one by --iteration; it has 5, 10" in refused("show", a_run)
+    (a_run / "iter_0000005").rename(a_run / "iter_5")
+    assert "has no iteration 5: it has iter_5, 10" in refused("show", a_run, "--iteration", 5)
 
 
 @pytest.mark.parametrize("format", FORMATS)

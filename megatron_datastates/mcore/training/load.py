@@ -40,6 +40,10 @@ _WITHOUT_MAP = (
     "where each parameter lies in them. Resume with the TP and PP sizes that saved it, save once with "
     "--ckpt-format datastates, and resume from that with any; or load without it (--no-load-optim)."
 )
+_LOCAL = (
+    "megatron_datastates: a local checkpoint loads only with the parallel sizes that saved it. Resume with "
+    "those; or leave out --non-persistent-ckpt-type, to load the checkpoint that the tracker in --load names."
+)
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second in older releases
 _REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # sizes that Megatron compares
 
@@ -82,7 +86,8 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
                 if _REFUSAL not in str(error):
                     raise
-                raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
+                more = _LOCAL if load.directory is None else _WITHOUT_MAP.format(load.directory)
+                raise RuntimeError(f"{error} {more}") from error
             finally:
                 forget()  # or the checkpoint's index would stay in memory while the run trains
 

@@ -190,6 +190,8 @@ def _what_there_is(run: Path) -> str:
         names = [path.name for path in checkpoint_directories(run)]
     except OSError:
         names = []
-    numbers = [str(number) for name in names if (number := iteration_in_name(name)) is not None]
-    few = numbers if len(numbers) <= _MOST_NAMED else [numbers[0], "...", *numbers[2 - _MOST_NAMED :]]
-    return f"it has {', '.join(few)}" if numbers else "it has none"
+    numbers = {name: number for name in names if (number := iteration_in_name(name)) is not None}
+    # By name if it is not as Megatron writes it: no command finds it by its number.
+    found = [str(number) if name == iteration_name(number) else name for name, number in numbers.items()]
+    few = found if len(found) <= _MOST_NAMED else [found[0], "...", *found[2 - _MOST_NAMED :]]
+    return f"it has {', '.join(few)}" if found else "it has none"
