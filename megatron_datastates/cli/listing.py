@@ -80,7 +80,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     else:
         _print(looks)
         if runs:
-            _print_tracker(root, looks)
+            _print_tracker(root, looks, is_near=bool(held))
     if near and not as_json:
         _print_near(near, held, looks)
 
@@ -164,7 +164,7 @@ def _print(looks: list[Look]) -> None:
             say(f"{look.path.name}: {look.problem or look.note}")
 
 
-def _print_tracker(root: Path, looks: list[Look]) -> None:
+def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
     from megatron_datastates.format.directory import TRACKER_NAME
     from megatron_datastates.pipeline.runs.run_folders import tracked_name
     from megatron_datastates.pipeline.runs.runs import has_file
@@ -185,4 +185,5 @@ def _print_tracker(root: Path, looks: list[Look]) -> None:
                 "megatron_datastates falls back to the newest complete one, if any is a datastates checkpoint"
             )
         else:
-            say(f"There is no {TRACKER_NAME}: Megatron would start from random weights")
+            unless = ", or with --datastates-near from what near tiers have" * is_near
+            say(f"There is no {TRACKER_NAME}: Megatron would start from random weights{unless}")

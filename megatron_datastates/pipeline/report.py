@@ -138,9 +138,10 @@ class Reporter:
 
 def _save_line(report: Report) -> str:
     linked = f" ({report['linked_bytes'] / 1e6:.1f} MB of it linked)" if report["linked_bytes"] else ""
+    where = f"{report['directory']}{' (so far in near tiers)' * report['near']}"
     return (
         f"datastates: {report['state']} {report['mode']} save of {report['bytes'] / 1e6:.1f} MB{linked} to "
-        f"{report['directory']}; trainer held {report['held_ms']:.1f} ms, {report['fence_ms']:.1f} ms of it "
+        f"{where}; trainer held {report['held_ms']:.1f} ms, {report['fence_ms']:.1f} ms of it "
         f"at the fence; the CUDA stream waited {report['stream_wait_ms']:.1f} ms; waited "
         f"{report['slot_wait_ms']:.1f} ms for slots, with {report['saves_before']} unfinished saves before; "
         f"{report['write_mb_per_s']:.0f} MB/s"
@@ -196,6 +197,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "rank": save.context.rank,
         "state": "published" if publication.outcome is Outcome.PUBLISHED else "failed",
         "error": publication.error,
+        "near": publication.outcome is Outcome.PUBLISHED and bool(records["is_near"].any()),
         "ranks": save.context.world_size,
         "bytes": data,
         "written_bytes": data - linked,

@@ -63,7 +63,7 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
     if not failed:
         return None
     last = failed[-1]
-    reason = (last.error or "without a reason").strip().split("\n")[0]
+    reason = (last.error or "without a reason").strip().split("\n")[0].removesuffix(".")
     torn = sum(CHANGED_TOO_EARLY in (save.error or "") for save in failed)
     hint = 'docs/operations.md, "A save failed", has the causes.'
     if torn:

@@ -122,4 +122,6 @@ def test_sigterm_before_any_save_leaves_one_checkpoint(pretraining: Pretraining,
         assert checkpoints.complete() == [last]
         checkpoints.assert_format(last, name)
         endings[name] = ending
+    awaited = f"the run ends once the save to {checkpoints.at(last)}, and any after it, are over"
+    assert endings["datastates"].log.count(awaited) == 1, "or it seems to hang"
     assert endings["datastates"].differences(endings["torch_dist"]) == []

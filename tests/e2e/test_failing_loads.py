@@ -98,7 +98,7 @@ def test_error_names_the_option_that_looks_for_an_older_checkpoint(
 ) -> None:
     flip_bit(checkpoints, 4)
     outcome = pretraining.fail(*load(checkpoints))
-    assert f"{LOOK} N" in error_of(outcome)
+    assert f". Start again with {LOOK} N" in error_of(outcome), "a sentence of its own"
     assert "checked in" not in outcome.log
 
 

@@ -321,6 +321,16 @@ def test_ls_says_that_a_manifest_cannot_be_read(tmp_path: Path) -> None:
     assert "iteration 4: 0 data files, and a manifest that cannot be read" in text
 
 
+def test_ls_without_a_tracker_says_what_near_tiers_change(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    (nodes.run / TRACKER_NAME).unlink(missing_ok=True)
+    nodes.directory(3).mkdir(parents=True, exist_ok=True)
+    said = f"There is no {TRACKER_NAME}: Megatron would start from random weights"
+    assert run("ls", str(nodes.run))[1].endswith(f"{said}\n")
+    text = run("ls", str(nodes.run), "--near", str(nodes.roots[0]))[1]
+    assert f"{said}, or with --datastates-near from what near tiers have\n" in text
+
+
 # -- the drain ---------------------------------------------------------------------------------------------
 
 

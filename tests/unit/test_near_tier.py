@@ -34,6 +34,7 @@ from megatron_datastates.pipeline.near.places import near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import lateness
+from megatron_datastates.pipeline.report import _save_line, save_report
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.unit.ranks_in_turn import RanksInTurn
@@ -89,6 +90,20 @@ class Nodes:
             for _ in threads.map(lambda drain: drain.close(abandon=False), drains):
                 pass
         self.ranks.close()
+
+
+def test_the_report_of_a_save_says_that_it_is_in_near_tiers_so_far(tmp_path: Path) -> None:
+    near, far = Nodes(tmp_path / "a", **STALLED), RanksInTurn(1, [{}])
+    published = near.save(1)
+    report = save_report(published, "async")
+    assert report["near"] and not near.is_far(1)
+    line = _save_line(report)
+    assert line.startswith("datastates: published async save of 4.0 MB to ")
+    assert f"{near.directory(1)} (so far in near tiers); trainer held " in line
+    report = save_report(far.save(tmp_path / "b" / "iter_0000001", states_of(1)[:1]), "async")
+    assert not report["near"] and "near" not in _save_line(report).replace(str(tmp_path), "")
+    near.ranks.close()
+    far.close()
 
 
 @pytest.fixture

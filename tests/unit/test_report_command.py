@@ -246,6 +246,8 @@ def test_failed_saves_come_first(advised: Callable[..., dict[str, Advice]]) -> N
     first = next(iter(found.values()))
     assert first.title == "6 of 6 saves failed" and first.level == "failure"
     assert "rank 3: 'w' changed too early: torn." in first.text and "--datastates-paranoid" in first.text
+    found = advised(state="failed", error="No space left. Nothing was published.", published_ms=None)
+    assert "Nothing was published. docs/operations.md" in next(iter(found.values())).text
 
 
 def test_a_disk_that_is_slower_than_the_interval_is_found(advised: Callable[..., dict[str, Advice]]) -> None:

@@ -29,6 +29,7 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import runs
+from megatron_datastates.pipeline.saving.background import Answers
 from tests.support.capabilities import bound_by_permissions
 from tests.unit.states import SMALL
 
@@ -347,6 +348,7 @@ def test_a_save_waits_until_megatron_has_deleted_its_directory(
 ) -> None:
     checkpointing = pytest.importorskip("megatron.training.checkpointing")
     waits: list[bool] = []
+    monkeypatch.setattr(checkpointing, "_deletion_processes", [Mock()], raising=False)
     monkeypatch.setattr(checkpointing, "get_args", lambda: SimpleNamespace(save=str(root), rank=0))
     monkeypatch.setattr(
         checkpointing, "finalize_deletion_processes", lambda blocking: waits.append(blocking), raising=False
@@ -497,8 +499,18 @@ def test_a_near_checkpoint_is_noted_in_wandb_before_it_is_in_save(
     assert is_there != ("W&B has no note of" in caplog.text)
 
 
-def test_saves_into_a_near_tier_do_not_wait_for_save_while_that_hangs(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("is_near", "then"),
+    [(True, "saves go on in the near tiers"), (False, "the save waits for that storage")],
+    ids=["near", "direct"],
+)
+def test_asynchronous_saves_do_not_hold_the_trainer_while_save_hangs(
+    is_near: bool,
+    then: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     checkpointing = pytest.importorskip("megatron.training.checkpointing")
     if versions.installed().writes_common_file:
@@ -511,29 +523,32 @@ def test_saves_into_a_near_tier_do_not_wait_for_save_while_that_hangs(
         assert answers.wait(10.0)
         made.append(name)
 
-    arguments = SimpleNamespace(async_save=True, save_retain_interval=10, save=str(root), rank=0)
+    retain = 10 if is_near else None
+    arguments = SimpleNamespace(async_save=True, save_retain_interval=retain, save=str(root), rank=0)
     monkeypatch.setattr(checkpointing, "ensure_directory_exists", make)
     monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
     monkeypatch.setattr(tracker_writing, "_PATIENCE_SECONDS", 0.2, raising=False)
     for name in ("_is_near", "_is_ours", "_is_out_of_reach"):
         monkeypatch.setattr(tracker_writing, name, False)
+    storage = Answers()
+    monkeypatch.setattr(tracker_writing, "_storage", storage)
 
     def save(name: str) -> float:
         begin = time.monotonic()
-        with tracker_writing.saving(Options(near=str(tmp_path / "near"))):
+        with tracker_writing.saving(Options(near=str(tmp_path / "near") if is_near else "")):
             checkpointing.ensure_directory_exists(name, check_parent=False)
             assert next(serialization.maybe_msc.Path(name).iterdir(), None) is None
         return time.monotonic() - begin
 
     first, *others = [save("hangs"), save("next"), save("last")]
     assert 0.2 <= first < 5.0 and sum(others) < 0.2
-    assert caplog.text.count("cannot be made (no answer): saves go on in the near tiers") == 1
+    assert caplog.text.count(f"cannot be made (no answer): {then}") == 1
     monkeypatch.setattr(os.path, "exists", Mock(side_effect=AssertionError("looked into --save")))
     with retention.saving(300):
         pass
     monkeypatch.undo()
     answers.set()
-    assert tracker_writing._storage.is_answered(10.0) and made == ["hangs"]
+    assert storage.is_answered(10.0) and made == ["hangs"]
 
 
 def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(
@@ -583,6 +598,7 @@ def test_only_rank_0_which_deletes_looks_at_the_directory_before_a_save(
     checkpointing = pytest.importorskip("megatron.training.checkpointing")
     monkeypatch.setattr(checkpointing, "get_args", lambda: SimpleNamespace(save=str(root), rank=rank))
     monkeypatch.setattr(checkpointing, "finalize_deletion_processes", lambda blocking: None, raising=False)
+    monkeypatch.setattr(checkpointing, "_deletion_processes", [Mock()], raising=False)
     looked, exists = [], os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: (looked.append(path), exists(path))[1])
     with retention.saving(400):

@@ -76,13 +76,13 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             except CheckpointingException as error:
                 if not is_caused_by_damage(error) or not _all_ranks_are_here(load):
                     raise
-                raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
+                raise MegatronLoadFailedError(f"{_sentence(error)} {_advice(load)}") from error.__cause__
             except CheckpointException as error:  # of a load that DCP makes (Megatron-FSDP), on all ranks
                 cause = ours_within(error)
                 if cause is None:
                     raise
-                advice = f" {_advice(load)}" if is_of_files(cause) else ""
-                raise MegatronLoadFailedError(f"{cause}{advice}") from cause
+                text = f"{_sentence(cause)} {_advice(load)}" if is_of_files(cause) else str(cause)
+                raise MegatronLoadFailedError(text) from cause
             except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
                 if _REFUSAL not in str(error):
                     raise
@@ -386,6 +386,11 @@ def _has_layers_of_a_gpt(pattern: str) -> bool:
         return not gpt_compatible_layer_maps(pattern).fresh_init
     except ValueError:  # Megatron says why
         return False
+
+
+def _sentence(error: object) -> str:
+    """Returns the text of an error with a full stop, after which advice can follow."""
+    return f"{str(error).removesuffix('.')}."
 
 
 def _advice(load: state.Load) -> str:

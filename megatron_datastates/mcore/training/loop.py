@@ -128,8 +128,9 @@ def _announce(options: Options) -> None:
         how += "before each save returns" * (not is_lazy)
     memory = f"{options.staging_memory / GIB:.3g} GiB" if options.staging_memory else "at most a rank's shard"
     where = getattr(get_args(), "save", None)
+    first = f", first to the near tier {options.near} of each node" if options.near else ""
     print_rank_0(
-        f"  datastates: checkpoints are saved to {where} {how}; pinned memory for staging: {memory}; "
+        f"  datastates: checkpoints are saved to {where} {how}{first}; pinned memory for staging: {memory}; "
         "--logging-level 20 logs a line for each save"
     )
 
@@ -138,12 +139,25 @@ def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `maybe_finalize_async_save`: at the end of `pretrain`, object stores get what is left."""
 
     def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("terminate"):
+            _say_what_is_awaited()
         result = original(*args, **kwargs)
         if kwargs.get("terminate") and not is_training():
             _finish_objects()
         return result
 
     return maybe_finalize_async_save
+
+
+def _say_what_is_awaited() -> None:
+    """Prints on rank 0 which save holds the end of the run: whoever stopped it may think that it hangs."""
+    from megatron.training.checkpointing import print_rank_0
+
+    from megatron_datastates.pipeline.saver_pool import saver_for
+
+    unfinished = None if _options is None else saver_for(_options).unfinished_save()
+    if unfinished is not None:
+        print_rank_0(f"  datastates: the run ends once the save to {unfinished}, and any after it, are over")
 
 
 def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:

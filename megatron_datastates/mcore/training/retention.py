@@ -99,7 +99,9 @@ def saving(iteration: int) -> Iterator[None]:
     # Only rank 0 deletes. Path.exists would raise some errors, on it alone. With a near tier, the drain
     # deletes and writes the tracker (so it does for an object store), and --save may hang.
     if args.rank == 0 and not tracker_writing.saves_are_near():
-        if finalize is not None and os.path.exists(there):  # noqa: PTH110
+        # Without any, --save is not asked: it may hang.
+        deleting = getattr(checkpointing, "_deletion_processes", True)
+        if finalize is not None and deleting and os.path.exists(there):  # noqa: PTH110
             finalize(blocking=True)  # deletions by retention with --async-save
         if getattr(args, "save_retain_interval", None) is not None and not is_object(args.save):
             mend(path_of(args.save) / TRACKER_NAME)

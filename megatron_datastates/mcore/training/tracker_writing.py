@@ -96,8 +96,9 @@ def _without_directory(save: str) -> Iterator[None]:
 
     Megatron makes it, and looks what is in it, on rank 0 alone, which would end the job. So it is left to
     what writes there: to the drain, if the save is published near; else to each rank, and an error fails the
-    save, on all ranks. An object store is never asked: there is nothing to make, and a store that does not
-    answer would end the job.
+    save, on all ranks. Of an asynchronous save, those do so on threads of their own, so that the trainer does
+    not wait for storage that hangs. An object store is never asked: there is nothing to make, and a store
+    that does not answer would end the job.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
@@ -109,11 +110,13 @@ def _without_directory(save: str) -> Iterator[None]:
 
     def ensure_directory_exists(filename: Any, *args: Any, **kwargs: Any) -> None:
         global _is_out_of_reach
-        making = functools.partial(make, filename, *args, **kwargs)
+        making: Callable[[], None] = functools.partial(make, filename, *args, **kwargs)
         if not can_do_without:
             making()  # this release writes a file of its own there
             return
-        error = _error_of(functools.partial(_storage.get, making, _PATIENCE_SECONDS) if _is_near else making)
+        if _is_near or getattr(checkpointing.get_args(), "async_save", False):
+            making = functools.partial(_storage.get, making, _PATIENCE_SECONDS)
+        error = _error_of(making)
         if error is None:
             _is_out_of_reach = False
             return
@@ -122,6 +125,11 @@ def _without_directory(save: str) -> Iterator[None]:
                 "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
                 filename,
                 error.strerror,
+            )
+        elif isinstance(error, TimeoutError) and not _is_out_of_reach:
+            logger.warning(
+                "%s cannot be made (no answer): the save waits for that storage, and training goes on",
+                filename,
             )
         _is_out_of_reach = True
         serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
