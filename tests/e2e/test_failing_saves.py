@@ -69,10 +69,10 @@ def test_failure_on_one_rank_ends_all_with_the_same_error(
         assert checkpoints.published() == [2, 4, 6]
 
 
-# Of six saves, one per iteration, all but the fourth fail, each at another stage.
+# Of six saves, one per iteration, four fail, each at another stage.
 STAGES = {
     0: "write manifest:1:ENOSPC,rename manifest:1:EIO",  # the second and the third
-    1: "reserve:1:ENOSPC,open:5:EIO,sync:4:EIO",  # the first, the fifth, the sixth
+    1: "reserve:1:ENOSPC,open:5:EIO",  # the first, the fifth
 }
 
 
@@ -88,23 +88,38 @@ def test_failures_with_warn_cost_only_the_failed_saves(
     ending = pretraining.run(*arguments, "--datastates-on-failure", "warn", environment=plans)
 
     assert ending.differences(reference("tp2")) == [], "failed saves changed what was trained"
-    assert checkpoints.published() == checkpoints.complete() == [4]
-    assert checkpoints.tracked() == 4
+    assert checkpoints.published() == checkpoints.complete() == [4, 6]
+    assert checkpoints.tracked() == 6
     for log in ranks_of(ending.log):
         warnings = [line for line in log.splitlines() if "Training continues" in line]
-        causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open", "rank 1: sync"]
+        causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open"]
         assert len(warnings) == len(causes), warnings
-        for iteration, cause, line in zip((1, 2, 3, 5, 6), causes, warnings, strict=True):
+        for iteration, cause, line in zip((1, 2, 3, 5), causes, warnings, strict=True):
             assert cause in line and str(checkpoints.at(iteration)) in line
         if mode == "sync":  # else the order in which they end is not known
-            none, last = ", and none was published before.", " since iter_0000004 was published."
-            counts = ["", f"2 saves have failed{none}", f"3 saves have failed{none}"]
-            counts += ["", f"2 saves have failed{last}"]
+            none = ", and none was published before."
+            counts = ["", f"2 saves have failed{none}", f"3 saves have failed{none}", ""]
             for count, line in zip(counts, warnings, strict=True):
                 assert count in line and ("saves have failed" in line) is bool(count)
-    resumed = pretraining.run(*arguments)
+    resumed = pretraining.run(*arguments, "--ckpt-step", "4")
     assert resumed.resumed_from(reference("tp2")) == 4
     assert checkpoints.published() == [4, 5, 6], "directories of failed saves can be used again"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", [[], ["--exit-interval", "6"]], ids=["end", "exit"])
+def test_a_run_whose_last_save_failed_does_not_end_as_if_it_were_saved(
+    end: list[str], mode: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "ck")
+    arguments = [*train(checkpoints.root, *MODES[mode], *end), "--datastates-on-failure", "warn"]
+    outcome = pretraining.fail(*arguments, environment=failing(1, "sync:2:EIO,sync:3:EIO"))
+    assert outcome.exits == [1, 1], outcome.log[-3000:]
+    found = errors(outcome)
+    assert len(found) == 2 and len(set(found)) == 1, found
+    assert str(checkpoints.at(6)) in found[0] and "It was the last save of the run" in found[0]
+    assert "2 saves have failed since iter_0000002 was published" in found[0]
+    assert checkpoints.published() == [2] and checkpoints.tracked() == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,8 +148,9 @@ def test_failing_non_persistent_save_with_warn_leaves_its_tracker(
     root = tmp_path / "ck"
     every_step = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1"]
     how = ["--async-save", "--datastates-on-failure", "warn", "--exit-interval", "3"]
-    ending = pretraining.run(*train(root, *how, *every_step), environment=failing(1, "sync:3:EIO"))
-    assert "Training continues" in ending.log
+    outcome = pretraining.fail(*train(root, *how, *every_step), environment=failing(1, "sync:3:EIO"))
+    assert "Training continues" in outcome.log
+    assert outcome.exits == [1, 1] and "It was the last save of the run" in errors(outcome)[0]
     assert Checkpoints(root).tracked() == 2
     assert Checkpoints(root / "non_persistent").published() == [1]
     assert Checkpoints(root / "non_persistent").tracked() == 1

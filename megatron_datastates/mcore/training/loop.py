@@ -103,6 +103,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         except SystemExit:  # as --exit-interval and signals end it
             _finish_objects()
+            _require_last_save()
             raise
         finally:
             _loops -= 1
@@ -136,7 +137,11 @@ def _announce(options: Options) -> None:
 
 
 def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `maybe_finalize_async_save`: at the end of `pretrain`, object stores get what is left."""
+    """Wraps `maybe_finalize_async_save`: at the end of `pretrain`, object stores get what is left.
+
+    Raises:
+        SaveFailedError: the last save has failed, and nothing has been raised for it.
+    """
 
     def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("terminate"):
@@ -144,9 +149,25 @@ def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(*args, **kwargs)
         if kwargs.get("terminate") and not is_training():
             _finish_objects()
+            _require_last_save()
         return result
 
     return maybe_finalize_async_save
+
+
+def _require_last_save() -> None:
+    """Raises the error of a run's last save, on all ranks: with `on_failure` "warn", it was only logged.
+
+    Training does not continue after it, and whoever looks at the exit code alone would take the run for saved.
+    """
+    from megatron_datastates.mcore.errors import MegatronSaveFailedError
+    from megatron_datastates.pipeline.saver_pool import saver_for
+
+    if _options is None or _options.on_failure == "raise":  # what has failed has been raised
+        return
+    error = saver_for(_options).session.last_error
+    if error:
+        raise MegatronSaveFailedError(f"{error} It was the last save of the run, which ends with this error.")
 
 
 def _say_what_is_awaited() -> None:
