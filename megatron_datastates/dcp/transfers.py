@@ -19,6 +19,7 @@ from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.strides import footprint_elements
+from megatron_datastates.pipeline.loading.dtypes import note_conversion, torch_dtype
 from megatron_datastates.pipeline.loading.in_place import (
     Temporaries,
     copy_converted,
@@ -30,7 +31,7 @@ from megatron_datastates.pipeline.loading.in_place import (
     part_of,
     require_memory,
 )
-from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import StateTensor
 from megatron_datastates.plan.boxes import Box, cut_box
 from megatron_datastates.plan.frames import FramedBox
@@ -101,8 +102,9 @@ class RequestedBox:
                 "are copies, such as a quantized one, and what is read into a copy is lost: load it as it "
                 "was sharded in the save, or into a plain tensor"
             )
-        same = checkpoint.is_same_dtype(self.item.storage_index.fqn, self.torch_dtype, target.dtype)
-        memory = target if same and fits_in_place(target, self.encoded) else None
+        key, dtype = self.item.storage_index.fqn, self.torch_dtype
+        is_converted = note_conversion(checkpoint.rounded, key, dtype, target.dtype)
+        memory = target if not is_converted and fits_in_place(target, self.encoded) else None
         return Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
 
 

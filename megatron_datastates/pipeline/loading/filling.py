@@ -1,7 +1,7 @@
 """Fills tensors with slices of stored ones: in place where bytes and memory allow it, else by conversion.
 
 Belongs here: checks of a request, and what is read together. Does not belong here: which targets may be
-written to, and how values become another dtype (in_place.py); how bytes are read (load.py).
+written to, and how values become another dtype (in_place.py); how bytes are read (data_files.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.strides import footprint_elements, overlaps_itself
+from megatron_datastates.pipeline.loading.dtypes import note_conversion, torch_dtype
 from megatron_datastates.pipeline.loading.in_place import (
     Temporaries,
     copy_converted,
@@ -26,7 +27,7 @@ from megatron_datastates.pipeline.loading.in_place import (
     part_of,
     require_memory,
 )
-from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import cut_box
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place
@@ -174,7 +175,7 @@ def _fits_in_place(checkpoint: Checkpoint, key: str, place: Place, target: torch
             f"tensor {key!r}: elements of the target share memory: pass one that was not expanded"
         )
     return (
-        checkpoint.is_same_dtype(key, torch_dtype(entry.dtype, key), target.dtype)
+        not note_conversion(checkpoint.rounded, key, torch_dtype(entry.dtype, key), target.dtype)
         and fits_in_place(target, entry.encoded)
         and target.is_contiguous()  # reads are planned so, and those that share memory are found by it
     )
