@@ -12,7 +12,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.tensor_entry import TensorEntry
 
 _MANY = 64  # fragments of a tensor: from so many on, they are looked up in a dictionary
 

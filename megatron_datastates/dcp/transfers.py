@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.strides import footprint_elements
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading.dtypes import note_conversion, torch_dtype
 from megatron_datastates.pipeline.loading.in_place import (
     Temporaries,

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
-from megatron_datastates.format.index import StoredTensors, TensorEntry
+from megatron_datastates.format.stored_entries import StoredTensors
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading import filling
 from megatron_datastates.pipeline.loading.filling import fill, sharing
 from megatron_datastates.pipeline.loading.in_place import Temporaries

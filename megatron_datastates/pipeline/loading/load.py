@@ -18,9 +18,10 @@ from megatron_datastates.engine.reader import Reader, read_small
 from megatron_datastates.errors import CorruptDataError, FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import OBJECT_BYTES, path_of
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Index, TensorEntry
+from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import TailEntry
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading.data_files import DataFiles
 from megatron_datastates.pipeline.loading.entries import ObjectReads, plan_object, read_stream
 from megatron_datastates.pipeline.loading.read_costs import ReadCosts

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading.data_files import DataFiles
 from megatron_datastates.pipeline.loading.decoding import resolve
 from megatron_datastates.pipeline.loading.dtypes import torch_dtype
@@ -95,7 +95,7 @@ class SlicePlanner:
             return
         begins, files = entry.file_offsets[touched], entry.files[touched]
         ends, data_ends = begins + entry.file_bytes[touched], self._data_ends[files]
-        beyond = ends > data_ends  # both parts of `ends` are below 2**62: see format/index.py
+        beyond = ends > data_ends  # both parts of `ends` are below 2**62: see format/stored_entries.py
         if beyond.any():
             at = int(beyond.argmax())
             place = f"bytes [{begins[at]}, {ends[at]}) of {self._files.file_path(int(files[at]))}"
