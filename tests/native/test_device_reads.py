@@ -16,7 +16,8 @@ from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import reader as engine_reader
 from megatron_datastates.pipeline.loading import in_place
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.native.fake_cuda.driver import INVALID_CONTEXT, LAUNCH_FAILURE, FakeCuda
