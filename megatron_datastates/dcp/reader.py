@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from megatron_datastates.config import options_of_call
 from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.load import Checkpoint
 
