@@ -15,7 +15,8 @@ from pathlib import Path
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import StateProvider
 
 _numbers = itertools.count(1)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.config import options_of_call
 from megatron_datastates.engine.fence import FENCE, fence
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.files import is_object, path_of
+from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.filling import fill
 from megatron_datastates.pipeline.loading.load import Checkpoint

@@ -2,6 +2,9 @@
 
 An option is set by `--datastates-<name>` (Megatron's parser), else by the environment variable
 `MEGATRON_DATASTATES_<NAME>`, else by its default here. No other module reads options from the environment.
+
+Belongs here: the table of options, and where values come from. Does not belong here: how a value is written
+(option_text.py); which options a call refuses (option_calls.py).
 """
 
 from __future__ import annotations
@@ -9,45 +12,32 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from typing import Any, Literal
 
 from megatron_datastates.errors import OptionError
-from megatron_datastates.files import is_object, path_of
+from megatron_datastates.option_text import (
+    ON_OR_OFF,
+    one_of,
+    parse_bytes,
+    parse_functions,
+    parse_local_directory,
+    parse_on_off,
+    parse_seconds,
+    whole_number,
+)
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
 SWITCH = ENVIRONMENT_PREFIX + "ENABLE"  # no option: saves through torch_dist are ours (mcore/switch.py)
-_ON_OR_OFF = dict.fromkeys(["on", "1", "true", "yes"], True) | dict.fromkeys(
-    ["off", "0", "false", "no"], False
-)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_MOST_BYTES = 1 << 63
 
 
 def is_switched_on() -> bool:
     """Returns whether MEGATRON_DATASTATES_ENABLE is on. Raises OptionError if it has another value."""
     text = os.environ.get(SWITCH, "")
-    if text and text.lower() not in _ON_OR_OFF:
+    if text and text.lower() not in ON_OR_OFF:
         raise OptionError(f"environment variable {SWITCH}={text!r}: expected 1 or 0, on or off")
-    return bool(text) and _ON_OR_OFF[text.lower()]
-
-
-def parse_bytes(text: str) -> int:
-    """Reads a size such as `2GiB`, `500MB` or `4096` (bytes); returns bytes.
-
-    Raises:
-        ValueError: the text is not a size, or the size is 8 EiB or more, or part of a byte.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    size = Decimal(match[1]) * unit if match and unit is not None else None
-    if size is None or size >= _MOST_BYTES or 0 < size < 1:  # 0 stands for no limit
-        raise ValueError("expected a size such as 2GiB, 500MB or 4096, below 8EiB")
-    return int(size)
+    return bool(text) and ON_OR_OFF[text.lower()]
 
 
 def _staging_memory(text: str) -> int:
@@ -68,63 +58,8 @@ def _slot_size(text: str) -> int:
     return size
 
 
-def _on_off(text: str) -> bool:
-    if text.lower() not in _ON_OR_OFF:
-        raise ValueError("expected on or off")
-    return _ON_OR_OFF[text.lower()]
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` to `most`."""
-
-    def parse(text: str) -> int:
-        if re.fullmatch(r"\d{1,9}", text, re.ASCII) is None or not least <= int(text) <= most:
-            raise ValueError(f"expected a whole number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    """Returns a parser of these words."""
-
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"expected {', '.join(words[:-1])} or {words[-1]}")
-        return text
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e9:
-        raise ValueError("expected a number of seconds above 0 and below 1e9")
-    return value
-
-
-def _local_directory(text: str) -> str:
-    if text and is_object(path_of(text)):
-        raise ValueError("expected a directory of a file system")
-    return text
-
-
-_threads, _count, _positive, _level = _whole(1, 64), _whole(0, 9999), _whole(1, 9999), _whole(0, 19)
-
-
-def _functions(text: str) -> str:
-    for name in named_functions(text):
-        if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name) is None:
-            raise ValueError(f"expected package.module:function, found {name!r}; separate several by commas")
-    return text
-
-
-def named_functions(text: str) -> list[str]:
-    """Returns the names in a list that is separated by commas."""
-    return [name.strip() for name in text.split(",")] if text else []
+_threads, _count = whole_number(1, 64), whole_number(0, 9999)
+_positive, _level = whole_number(1, 9999), whole_number(0, 19)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,20 +96,20 @@ class Options:
     )
     direct_io: bool = _option(
         True,
-        _on_off,
+        parse_on_off,
         "on|off",
         "bypass the page cache where the file system allows it, except for loads of objects, and of what "
         "several ranks of a node request (default on)",
     )
     checksums: bool = _option(
         True,
-        _on_off,
+        parse_on_off,
         "on|off",
         "store a CRC-32C for every MiB, computed while writing, and compare it at loads (default on)",
     )
     lazy: bool = _option(
         True,
-        _on_off,
+        parse_on_off,
         "on|off",
         "copy parameters and optimizer state during the next forward and backward pass, which do not change "
         "them; off copies everything before save_checkpoint returns (default on; off after enable() and "
@@ -182,14 +117,14 @@ class Options:
     )
     paranoid: bool = _option(
         False,
-        _on_off,
+        parse_on_off,
         "on|off",
         "for debugging: copy everything twice, the first time before save_checkpoint returns, and fail the "
         "save if the checksums differ, because something changed a tensor too early (default off)",
     )
     prepared: bool = _option(
         True,
-        _on_off,
+        parse_on_off,
         "on|off",
         "in Megatron's training loop, reuse what the last save has prepared (names, places and shapes of "
         "tensors) after checking that it still holds; off prepares every save anew (default on)",
@@ -214,7 +149,7 @@ class Options:
     )
     fence_deadline: float = _option(
         240.0,
-        _seconds,
+        parse_seconds,
         "SECONDS",
         "longest wait for copies, at the start of a save and again at the optimizer step; after that the "
         "step goes on and the save fails (by default that ends training: --datastates-on-failure). Both "
@@ -223,22 +158,22 @@ class Options:
     )
     link: bool = _option(
         True,
-        _on_off,
+        parse_on_off,
         "on|off",
         "store tensors that are not trained in a data file of their own, and as long as they do not change, "
         "link that file into the next checkpoint instead of writing them again (default on)",
     )
     on_failure: Literal["raise", "warn"] = _option(
         "raise",
-        _one_of("raise", "warn"),
+        one_of("raise", "warn"),
         "raise|warn",
         "what a failed save in Megatron's training loop, and a failed asynchronous one after enable(), does "
-        "on every rank: raise an error, which ends training, or log a warning and train on, until the run ends; "
-        "if its last save has failed, it ends with an error (default raise)",
+        "on every rank: raise an error, which ends training, or log a warning and train on, until the run "
+        "ends; if its last save has failed, it ends with an error (default raise)",
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",
-        _one_of("wait", "skip"),
+        one_of("wait", "skip"),
         "wait|skip",
         "what happens to a save that starts while the previous one is unfinished: wait (for staging memory "
         "only), or skip it, and log how many were skipped (asynchronous saves in Megatron's training loop, "
@@ -255,7 +190,7 @@ class Options:
     )
     trust_objects: bool = _option(
         False,
-        _on_off,
+        parse_on_off,
         "on|off",
         "DANGEROUS: also store objects of classes that are on no list, and unpickle them without any check, "
         "so that whoever wrote a checkpoint runs code in the program that loads it; off refuses to save them "
@@ -263,14 +198,14 @@ class Options:
     )
     providers: str = _option(
         "",
-        _functions,
+        parse_functions,
         "package.module:function",
         "further state for every checkpoint: functions without arguments, separated by commas, that return "
         "state providers; called at the first load, or when training begins (default: none)",
     )
     near: str = _option(
         "",
-        _local_directory,
+        parse_local_directory,
         "DIR",
         "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
         "first; from there they are copied to --save in the background. Variables such as $TMPDIR are those "
@@ -316,8 +251,8 @@ class Options:
     driver: str = "libcuda.so.1"
     sysfs: str = "/sys"
     # Write nothing, to measure copies without a disk; no save is ever published then.
-    discard: bool = dataclasses.field(default=False, metadata={"parse": _on_off})
-    tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
+    discard: bool = dataclasses.field(default=False, metadata={"parse": parse_on_off})
+    tripwire: bool = dataclasses.field(default=True, metadata={"parse": parse_on_off})
     # Bytes of device copies that wait in the driver, unless the trainer waits for them. The more there are,
     # the longer a small copy of the trainer's waits; the fewer, the more calls of the driver, which delay its
     # launches (benchmarks/results/gpu-h100-small-copies.json).
@@ -328,7 +263,7 @@ class Options:
     # checkpoint, with its creation and its sync, costs more than writing them.
     link_from: int = dataclasses.field(default=16 * MIB, metadata={"parse": parse_bytes})
     # Seconds until lazy copies begin in a loop that neither polls nor fences.
-    lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
+    lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": parse_seconds})
 
     def __post_init__(self) -> None:
         if self.staging_memory and self.staging_memory < 2 * self.slot_size:
@@ -373,51 +308,6 @@ class Options:
                 raise OptionError(f"no such option: {name}; {advice}")
             values[name] = _checked(fields[name], value)
         return cls(**values)
-
-
-# Options without effect in calls that save or load what they are given, and what to do instead.
-_PROVIDERS = {
-    "providers": "to ds.save and ds.load, pass state providers as values of the state (docs/providers.md)"
-}
-_FALLBACK = {
-    "fallback": "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run"
-}
-_NEAR = ("near", "near_keep", "near_replicas", "drain_every", "drain_limit")
-_NOT_IN_CALLS: dict[Literal["save", "load", "enable"], dict[str, str]] = {
-    "save": _PROVIDERS
-    | dict.fromkeys(_NEAR, "other calls write to the directory that they are given")
-    | {
-        "while_saving": "in other programs, ask whether the handle of the last save is `done`",
-        "on_failure": "elsewhere, catch SaveFailedError where a failed save must not end the program",
-    },
-    "load": _PROVIDERS | _FALLBACK,
-    "enable": dict.fromkeys(_NEAR, "other saves write to the directory that they are given")
-    | {"while_saving": "elsewhere, the program itself decides whether to save"}
-    | _FALLBACK,
-}
-
-
-def options_of_call(
-    options: Mapping[str, Any], call: Literal["save", "load", "enable"], **defaults: Any
-) -> Options:
-    """Reads the options of a call that saves or loads what it is given, or of `enable()`.
-
-    Args:
-        defaults: values that replace the options' own defaults.
-
-    Raises:
-        OptionError: as `Options.from_environment`; or one is for saves and loads through Megatron, or (of
-            `enable`) in its training loop only. Left out without an error, providers' state would be lost, or
-            a near tier missed.
-    """
-    read = Options.from_environment(options, **defaults)
-    where = "saves and loads through Megatron"
-    if call == "enable":
-        where = "Megatron's training loop with --ckpt-format datastates"
-    for name, advice in _NOT_IN_CALLS[call].items():
-        if name in options and getattr(read, name) != Options.__dataclass_fields__[name].default:
-            raise OptionError(f"{name}={options[name]!r}: this option is for {where}; {advice}")
-    return read
 
 
 def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None:

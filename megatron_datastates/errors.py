@@ -7,13 +7,16 @@ object, what was expected, what was found, and what to do.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn, Self
 
 CHANGED_TOO_EARLY = "changed too early:"  # in the error of a tensor that was changed before it was copied
+_MOST_SIMILAR = 2  # keys in a message
+_MOST_COMPARED = 5000  # keys; of so many, the comparison takes less than a second
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -52,6 +55,15 @@ def some_of(texts: Sequence[str], most: int) -> str:
     """Returns the first texts, separated by commas, and how many more there are: `a, b and 3 more`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def similar_keys(key: str, keys: Iterable[str]) -> str:
+    """Returns keys that are like one that is not there, as the end of a message; empty if there are none."""
+    names, tail = list(keys), key.rsplit(".", 2)[-2:]
+    close = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:_MOST_SIMILAR]
+    if not close and len(names) <= _MOST_COMPARED:
+        close = difflib.get_close_matches(key, names, _MOST_SIMILAR, 0.75)
+    return f" (it has {' and '.join(map(repr, close))})" if close else ""
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
-from megatron_datastates.config import MIB, parse_bytes
+from megatron_datastates.config import MIB
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -32,6 +32,7 @@ from megatron_datastates.errors import (
     printable,
 )
 from megatron_datastates.files import is_object, path_of, require_utf8
+from megatron_datastates.option_text import parse_bytes
 from megatron_datastates.pipeline.runs.run_folders import choose_checkpoint
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from megatron_datastates.convert.parts import Part, is_state, parts_of, stacked_key
 from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.errors import MismatchError, MissingKeyError
+from megatron_datastates.errors import MismatchError, MissingKeyError, similar_keys
 from megatron_datastates.format.directory import BACKEND
-from megatron_datastates.format.index import similar_keys
 from megatron_datastates.format.values import element_bytes, is_optimizer_map
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Slice, Source, SourceTensor, fragment_with
 from megatron_datastates.errors import FormatError
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, has_optimizer_maps
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.reads import ScheduledRead

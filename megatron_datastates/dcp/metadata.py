@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError
 from megatron_datastates.format.index import Index
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
 from megatron_datastates.plan.coverage import coverage_faults

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from megatron_datastates.config import options_of_call
 from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.dcp.reading import CheckpointReader
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.load import Checkpoint
 
@@ -49,8 +48,7 @@ class DataStatesReader(CheckpointReader):
             OptionError: an option that does not exist, or makes no sense.
             DataStatesError: `path` is a URL.
         """
-        FileSystemReader.__init__(self, directory_of(path))  # a checkpoint is opened by each load
-        self._boxes, self._states = {}, None
+        super().__init__(directory_of(path))
         self._failure = ""  # of this load's first attempt to open the checkpoint
         self._options = options_of_call(options, "load")
 

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron_datastates.config import options_of_call
 from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.dcp.items import PlannedState
 from megatron_datastates.dcp.paths import directory_of
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.parts import new_save_id, part_saver_for
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras

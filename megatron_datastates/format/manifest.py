@@ -20,7 +20,7 @@ from megatron_datastates.format.values import FORMAT_VERSION, MOST_GROUPS, SaveI
 
 REPAIRED = "repaired"  # `writer["manifest"]` of a manifest that was not made by a save
 DROPPED = "dropped"  # `writer["optimizer"]` of one whose optimizer state was removed
-_MOST_BYTES = 1 << 62  # of a data file, as in index.py
+_MOST_BYTES = 1 << 62  # of a data file, as in stored_entries.py
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
 

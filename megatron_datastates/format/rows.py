@@ -1,6 +1,6 @@
 """The tables of many indexes as one table for numpy: a loop over many ranks and their keys takes minutes.
 
-Belongs here: the rows of several directories, and their sections. Does not belong here: merging (index.py).
+Belongs here: the rows of several directories, and their sections. Does not belong here: merging (merging.py).
 """
 
 from __future__ import annotations

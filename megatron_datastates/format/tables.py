@@ -1,8 +1,8 @@
 """The bytes of an index: a directory of tensors and objects, then a section of fragments for each tensor.
 
 Belongs here: how tables and sections are encoded, and refusing false claims. Does not belong here: what
-tensors mean (index.py), files. A directory is small and read whole. A section is read when its tensor is
-requested; it is a table of columns with one number per fragment, since similar numbers compress well.
+tensors mean (tensor_entry.py), files. A directory is small and read whole. A section is read when its tensor
+is requested; it is a table of columns with one number per fragment, since similar numbers compress well.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from megatron_datastates.config import Options, options_of_call
+from megatron_datastates.config import Options
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.providers import Providers, register
@@ -21,6 +21,7 @@ from megatron_datastates.mcore.save.strategy import (
     Transform,
     use_transform,
 )
+from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.saver_pool import saver_for
 
 logger = logging.getLogger(__name__)

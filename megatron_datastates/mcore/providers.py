@@ -14,8 +14,8 @@ import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.config import named_functions
 from megatron_datastates.errors import OptionError, ProviderError
+from megatron_datastates.option_text import named_functions
 
 if TYPE_CHECKING:
     from megatron_datastates.providers.base import StateProvider

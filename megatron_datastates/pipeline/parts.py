@@ -25,11 +25,12 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.publishing.polls import Polls, Turn
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saver_pool import kept_saver
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import SavedPart
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import StateProvider
 
 _MODE = "dcp"

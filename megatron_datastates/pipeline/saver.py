@@ -1,7 +1,7 @@
-"""What a process keeps between saves: the identity of its saves, known layouts, plans, and an engine.
+"""Starts, reports and closes saves with one set of options, and keeps their engine between them.
 
-A process has one SaveSession, whatever the options of its saves, and one Saver for each set of options, which
-serves any number of strategy objects and directories (saver_pool.py).
+A process has one SaveSession (session.py), whatever the options of its saves, and one Saver for each set of
+options, which serves any number of strategy objects and directories (saver_pool.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import operator
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,17 +26,15 @@ from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
-from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.publishing.polls import Polls, Turn
 from megatron_datastates.pipeline.report import Reporter, save_report
-from megatron_datastates.pipeline.saving.links import Link, Links
+from megatron_datastates.pipeline.saving.links import Link
 from megatron_datastates.pipeline.saving.milestones import SaveContext, State
-from megatron_datastates.pipeline.saving.plans import Memory, Plans, StatePlan, tail_items
+from megatron_datastates.pipeline.saving.plans import Memory, StatePlan, tail_items
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.unplanned import with_key
 from megatron_datastates.pipeline.saving.warm_up import AtFirstFences
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.collect import Collected, check_names, collect
 from megatron_datastates.providers.transforms import sampled
@@ -48,7 +45,6 @@ _CLOSING_SECONDS = 60.0  # how long the end of a program waits for copies and wr
 _LAST_JOIN_SECONDS = 5.0  # for what Python still does once the engine is closed
 _LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
-_KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
 # What a save stores: one provider, or a function that returns several by name. The function is called when
@@ -56,81 +52,29 @@ _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a fe
 Providers = StateProvider | Callable[[], Mapping[str, StateProvider]]
 
 
-class SaveSession:
-    """The state that all saves of a process share. Used by one thread at a time, whose `turn` it is."""
-
-    def __init__(self) -> None:
-        self.layouts = LayoutStore()
-        self.plans = Plans(_KEPT_PLANS)
-        self.links = Links()
-        self.collectives = Collectives()
-        self.turn = Turn()
-        self.begun: list[Publication] = []  # all that may yet change something in their directories
-        self._polls = Polls(self.collectives, self.turn)
-        self.memory_wait_reported = False  # logged once
-        self._published: tuple[int, Path | None] = 0, None  # the last one's ordinal, and its directory
-        self._failed: list[int] = []  # the ordinals of later saves that have failed
-        self.last_error = ""  # of the last save, if that has failed; the same on all ranks
-        self._run_id: int | None = None
-        self._ordinal = 0
-
-    def enter_world(self) -> None:
-        """Starts afresh if torch.distributed was initialized (again) since the last save.
-
-        A Saver may exist before torch.distributed is initialized. After a restart within the process, ranks
-        have new numbers and peers, so that nothing the old ones agreed on is valid.
-        """
-        if not self.collectives.is_current():
-            self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
-            self._run_id, self._ordinal, self.links = None, 0, Links()
-            self._published, self._failed, self.last_error = (0, self._published[1]), [], ""
-
-    @property
-    def polls(self) -> Polls:
-        """The unfinished saves of this world."""
-        if self._polls.collectives is not self.collectives:
-            self._polls = Polls(self.collectives, self.turn)
-        return self._polls
-
-    def next_id(self) -> SaveId:
-        """Returns the next save id, the same on every rank. The first call is collective."""
-        if self._run_id is None:
-            self._run_id = self.collectives.share_from_first(secrets.randbits(63))
-        self._ordinal += 1
-        return SaveId(self._run_id, self._ordinal)
-
-    def on_end(self, publication: Publication) -> None:
-        """Counts failed saves. From the second one on, the errors say how many, on all ranks alike."""
-        context = publication.save.context
-        ordinal = context.save_id.ordinal
-        if publication.outcome is Outcome.PUBLISHED:
-            self._published = max(self._published, (ordinal, context.directory))
-            if ordinal >= max(self._failed, default=0):
-                self.last_error = ""
-            return
-        if publication.is_abandoned:  # not on all ranks alike
-            return
-        self._failed = [failed for failed in self._failed if failed > self._published[0]]
-        self._failed.append(ordinal)
-        if len(self._failed) > 1 and ordinal > self._published[0]:
-            last = ", and none was published before"
-            if self._published[1] is not None:
-                last = f" since {self._published[1].name} was published"
-            publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
-        if ordinal > self._published[0]:
-            self.last_error = publication.error
-
-
 class Saver:
     """Starts saves with one set of options. Threads take turns (polls.Turn)."""
 
-    def __init__(self, options: Options, session: SaveSession) -> None:
+    def __init__(
+        self,
+        options: Options,
+        session: SaveSession,
+        *,
+        engine_owner: Saver | None = None,
+        before_object_store: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes a saver; starts nothing.
+
+        Args:
+            engine_owner: whose engine this one uses; it is closed later. None for an engine of its own.
+            before_object_store: called before each save into an object store.
+        """
         self.options = options
         self.session = session
+        self.engine_owner = engine_owner
         self._engine: StagingEngine | None = None
-        self.engine_owner: Saver | None = None  # whose engine this one uses; it is closed later
+        self._before_object_store = before_object_store
         self.used_at = 0.0  # by time.monotonic: when a save was to be made with it
-        self.before_object_store: Callable[[], None] = lambda: None  # called before each save into one
         self._faults = Faults(options.faults)
         self.reporter = Reporter(options.report_file)
         self._preparing: AtFirstFences | None = None
@@ -213,7 +157,7 @@ class Saver:
                 self._choose_tier(self.near, publication, plan)
             _refuse_without_near(save.context)
             if is_object(save.context.directory):
-                self.before_object_store()
+                self._before_object_store()
             save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context))
             if await_copies:
                 save.await_copies()

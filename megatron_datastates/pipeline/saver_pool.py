@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.staging import engine_options
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 
 _KEPT_IDLE = 4  # savers without unfinished saves: of those with engines of their own, and of the others
 
@@ -50,9 +51,12 @@ def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> 
     saver = _savers.get((kind, options))
     if saver is None:
         _close_idle(kind)
-        made = kind(options, session)
-        made.before_object_store = _close_before_pools
-        made.engine_owner = _engine_owner(kind, options)
+        made = kind(
+            options,
+            session,
+            engine_owner=_engine_owner(kind, options),
+            before_object_store=_close_before_pools,
+        )
         # After its owner: close_all begins with the last one. Another thread may have been faster.
         saver = _savers.setdefault((kind, options), made)
     assert isinstance(saver, kind)

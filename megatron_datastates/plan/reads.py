@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.tables import Words
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
 from megatron_datastates.plan.frames import FramedBox

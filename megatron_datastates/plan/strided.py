@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import Box, PairedSpans, paired_spans
 from megatron_datastates.plan.frames import FramedBox

@@ -28,7 +28,8 @@ from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.mcore.save import request as request_module
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 

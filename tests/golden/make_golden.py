@@ -30,7 +30,8 @@ from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability, StateProvider, StateReader
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider

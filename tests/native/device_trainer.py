@@ -12,7 +12,8 @@ from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
 from tests.native.harness import KIB

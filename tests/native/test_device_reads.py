@@ -11,11 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import Options
-from megatron_datastates.dcp import reading
+from megatron_datastates.dcp import reading, transfers
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import reader as engine_reader
+from megatron_datastates.pipeline.loading import in_place
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.native.fake_cuda.driver import INVALID_CONTEXT, LAUNCH_FAILURE, FakeCuda
@@ -277,8 +279,9 @@ def test_a_state_is_loaded_to_the_device_in_one_pass_and_the_rest_through_the_ho
     state["w1"] = torch.zeros(600, 900)[:, 100:600]  # strided
     state["w2"] = torch.zeros(600, 500, dtype=torch.float64)  # converted
     on_device = {state[key].data_ptr() for key in ("w0", "w1", "w2")}
-    monkeypatch.setattr(reading, "_is_on_device", lambda tensor: tensor.data_ptr() in on_device)
-    monkeypatch.setattr(reading, "is_on_current_device", lambda tensor: tensor.data_ptr() in on_device)
+    for module in (in_place, transfers):
+        monkeypatch.setattr(module, "is_on_device", lambda tensor: tensor.data_ptr() in on_device)
+    monkeypatch.setattr(in_place, "is_on_current_device", lambda tensor: tensor.data_ptr() in on_device)
     for key in ("w0", "w1", "w2"):
         storage = state[key].untyped_storage()
         cuda.adopt(storage.data_ptr(), storage.nbytes())

@@ -14,7 +14,8 @@ from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.report import Listener
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import see_in_time

@@ -16,7 +16,8 @@ import torch
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Entry, Mutability, StateProvider, StateReader
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider

@@ -31,7 +31,8 @@ from megatron_datastates.mcore.training.absent import require_there
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.mcore.training.load import _require_chosen
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State
 

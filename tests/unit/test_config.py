@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_datastates.config import ENVIRONMENT_PREFIX, GIB, KIB, MIB, Options, parse_bytes
+from megatron_datastates.config import ENVIRONMENT_PREFIX, GIB, KIB, MIB, Options
 from megatron_datastates.errors import OptionError
+from megatron_datastates.option_text import parse_bytes
 
 # Option -> (text, value) that differs from the default.
 SETTINGS = {

@@ -20,7 +20,8 @@ from megatron_datastates.errors import (
     MissingKeyError,
 )
 from megatron_datastates.format.codecs import PLANES
-from megatron_datastates.format.index import Index, merge_indexes
+from megatron_datastates.format.index import Index
+from megatron_datastates.format.merging import merge_indexes
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.loading import decoding, entries
 from megatron_datastates.pipeline.loading.filling import fill

@@ -14,9 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
-from megatron_datastates.format.index import StoredTensors, TensorEntry
+from megatron_datastates.format.stored_entries import StoredTensors
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading import filling
 from megatron_datastates.pipeline.loading.filling import fill, sharing
+from megatron_datastates.pipeline.loading.in_place import Temporaries
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import hold_all
 from megatron_datastates.plan.coverage import coverage_faults
@@ -259,7 +261,7 @@ def test_temporaries_of_many_dtypes_lie_beside_each_other(tmp_path: Path) -> Non
 
 
 def test_temporaries_that_do_not_fit_have_memory_of_their_own() -> None:
-    temporaries = filling.Temporaries(40)
+    temporaries = Temporaries(40)
     first, second = (temporaries.take((5,), torch.float32) for _ in range(2))
     larger = temporaries.take((2, 3), torch.float64)
     for value, one in enumerate((first, second, larger)):

@@ -20,6 +20,7 @@ from megatron_datastates.format import (
     index,
     manifest,
     optimizer_map,
+    stored_entries,
     tables,
     tail,
     values,
@@ -181,5 +182,5 @@ def test_limits_agree_with_the_code():
     assert f"at most {tables._MAX_DIMENSIONS}" in TEXT
     assert f"more than {tables._MAX_EXPANSION} bytes for one" in TEXT
     assert f"multiple of {tables._ALIGNMENT}" in TEXT
-    assert index._MAX_BYTES == 2**62
+    assert stored_entries._MAX_BYTES == 2**62
     assert "2^62" in TEXT

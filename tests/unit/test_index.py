@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
-from megatron_datastates.format.index import Index, build_index, index_entry, merge_indexes, similar_keys
+from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError, similar_keys
+from megatron_datastates.format.index import Index, build_index, index_entry
+from megatron_datastates.format.merging import merge_indexes
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import DTYPES, Extent, Fragment, element_bytes
 from tests.unit.by_hand import fragment, index_of

@@ -31,10 +31,11 @@ from megatron.training import checkpointing
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.save import prepared, preparing
+from megatron_datastates.mcore.save import prepared, preparing, rows
 from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
+from megatron_datastates.mcore.save.marks import MARK, Mark
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, is_megatrons_alone
 from megatron_datastates.providers.base import Mutability, Tensors
@@ -323,13 +324,14 @@ def test_memory_that_was_freed_since_the_look_is_looked_for(monkeypatch: pytest.
     fences.install()
     model = make()
     preparation = prepared.Preparation.__new__(prepared.Preparation)
-    preparation._survey = Survey([model], no_optimizer())
+    preparation.survey = Survey([model], no_optimizer())
     monkeypatch.setattr(prepared, "is_megatrons_alone", lambda: True)
-    preparation.require_unchanged({"optimizer": no_optimizer()})
-    found = preparation._current
-    assert preparation._found_again() is found
+    save = prepared.ThinSave(preparation, leaves_out=False)
+    save.require_unchanged({"optimizer": no_optimizer()})
+    found = save._current
+    assert save._found_again() is found
     model[0].kept.untyped_storage().resize_(0)
-    again = preparation._found_again()
+    again = save._found_again()
     assert again is not found
     if again.described is not None:
         freed = [tensor is model[0].kept for tensor in again.tensors].index(True)
@@ -342,8 +344,8 @@ def test_memory_that_another_thread_frees_during_the_look_is_looked_for(
     fences.install()
     preparation = prepared.Preparation.__new__(prepared.Preparation)
     model = make()
-    preparation._survey = Survey([model], no_optimizer())
-    look = preparation._survey.tensors_if_unchanged
+    preparation.survey = Survey([model], no_optimizer())
+    look = preparation.survey.tensors_if_unchanged
 
     def look_beside_another(optimizer: Any) -> Any:
         found = look(optimizer)
@@ -351,9 +353,10 @@ def test_memory_that_another_thread_frees_during_the_look_is_looked_for(
         return found
 
     monkeypatch.setattr(prepared, "is_megatrons_alone", lambda: True)
-    monkeypatch.setattr(preparation._survey, "tensors_if_unchanged", look_beside_another)
-    preparation.require_unchanged({"optimizer": no_optimizer()})
-    assert preparation._found_again() is not preparation._current and model is not None
+    monkeypatch.setattr(preparation.survey, "tensors_if_unchanged", look_beside_another)
+    save = prepared.ThinSave(preparation, leaves_out=False)
+    save.require_unchanged({"optimizer": no_optimizer()})
+    assert save._found_again() is not save._current and model is not None
 
 
 def callers(*homes: str, name: str = "save_checkpoint") -> Callable[[], bool]:
@@ -538,7 +541,7 @@ def test_a_replaced_function_makes_extra_states(monkeypatch: pytest.MonkeyPatch,
         return made(model[0]) or b"scales"
 
     monkeypatch.setattr(Extra if owner == "class" else model[0], "get_extra_state", replaced)
-    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    thin = prepared.ThinSave(preparation, leaves_out=True).models()[0].sharded_state_dict()
     assert thin["0._extra_state"].data == b"scales"
 
 
@@ -579,51 +582,52 @@ def empty_keys(objects: list[Any]) -> tuple[str, ...]:
 def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved() -> None:
     values = [None, io.BytesIO(b"scales"), None, None]
     model, preparation, objects = with_extra_states(*values)
-    preparation._extra_states[0].all[3].keys = frozenset()  # another rank stores it
+    preparation.extra_states[0].all[3].keys = frozenset()  # another rank stores it
     full = empty_keys(objects[:3])
-    preparation.empty_objects(full, is_thin=False)
+    preparation.note_empty(full)
     for _ in range(2):
-        preparation._left_out.clear()
-        thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
-        assert list(thin) == [prepared.MARK, "1._extra_state"]
-        assert preparation.empty_objects((), is_thin=True) == full
+        save = prepared.ThinSave(preparation, leaves_out=True)
+        assert list(save.models()[0].sharded_state_dict()) == [MARK, "1._extra_state"]
+        assert save.empty_objects(()) == full
     model[0].scale, model[1].scale = io.BytesIO(b"new"), None
-    preparation._left_out.clear()
-    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
-    assert list(thin) == [prepared.MARK, "0._extra_state", "1._extra_state"]
+    save = prepared.ThinSave(preparation, leaves_out=True)
+    thin = save.models()[0].sharded_state_dict()
+    assert list(thin) == [MARK, "0._extra_state", "1._extra_state"]
     assert thin["0._extra_state"].data.getvalue() == b"new"
-    whole = preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
+    whole = prepared.ThinSave(preparation, leaves_out=False).models()[0].sharded_state_dict()
     assert list(whole)[1:] == [f"{number}._extra_state" for number in range(4)]
     seen = empty_keys([thin["1._extra_state"]])
-    keys = preparation.empty_objects(seen, is_thin=True)
+    keys = save.empty_objects(seen)
     assert keys == (objects[2].unique_key, objects[1].unique_key)
 
 
 def test_a_thin_state_dict_that_lacks_a_chunk_is_not_saved() -> None:
     model, preparation, _ = with_extra_states(io.BytesIO(b"scales"))
-    (chunk,) = preparation.thin_models(leaves_out=False)
+    thin = prepared.ThinSave(preparation, leaves_out=False)
+    (chunk,) = thin.models()
     with pytest.raises(UnprovableError, match="did not ask for the state of all 1 model chunks"):
-        preparation.require_used()
+        thin.require_used()
     assert "0._extra_state" in chunk.sharded_state_dict() and len(model) == 1
-    preparation.require_used()
+    thin.require_used()
 
 
 def test_each_save_must_ask_for_all_and_lists_the_objects_without_a_value_anew() -> None:
     model, preparation, objects = with_extra_states(None, None)
     call = {"model": [model], "optimizer": no_optimizer(), "args": None}
-    full = preparation.empty_objects(empty_keys(objects), is_thin=False)
+    full = empty_keys(objects)
+    preparation.note_empty(full)
     preparation.is_complete, preparation._conditions = True, prepared._conditions(call)
-    preparation.require_conditions(call)
-    preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
-    preparation.require_used()
-    assert preparation.empty_objects((), is_thin=True) == full
-    preparation.require_conditions(call)
+    save = preparation.begin(call, leaves_out=True)
+    save.models()[0].sharded_state_dict()
+    save.require_used()
+    assert save.empty_objects(()) == full
+    save = preparation.begin(call, leaves_out=True)
     with pytest.raises(UnprovableError, match="did not ask for the state"):
-        preparation.require_used()
+        save.require_used()
     model[0].scale = io.BytesIO(b"scales")
-    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    thin = save.models()[0].sharded_state_dict()
     assert "0._extra_state" in thin
-    assert preparation.empty_objects((), is_thin=True) == full[1:], "an object would be stored twice"
+    assert save.empty_objects(()) == full[1:], "an object would be stored twice"
 
 
 def test_a_layer_with_two_names_has_an_extra_state_under_each() -> None:
@@ -651,10 +655,11 @@ def test_an_extra_state_that_megatron_has_not_stored_is_looked_at_again(
             name = "_fp8_extra_state_is_persistent"
             monkeypatch.setattr(checkpointing, name, lambda value: value == b"scale_fwd", raising=False)
         model[1].scale = b"recipe" if decides else None
-        assert list(preparation.thin_chunk(0)) == [prepared.MARK]
+        (chunk,) = prepared.ThinSave(preparation, leaves_out=False).models()
+        assert list(chunk.sharded_state_dict()) == [MARK]
         model[1].scale = b"scale_fwd"
         with pytest.raises(UnprovableError, match="has a value to be stored"):
-            preparation.thin_chunk(0)
+            chunk.sharded_state_dict()
 
 
 class Nothing(Extra):
@@ -684,26 +689,27 @@ def with_layers(*layers: Any) -> tuple[Any, prepared.Preparation, tuple[str, ...
     preparation = prepared.Preparation({"model": [model], "optimizer": no_optimizer(), "args": None})
     keys = empty_keys(list(state.values()))
     preparation.note_models({"model": [model], "optimizer": no_optimizer()}, {"model": state})
-    preparation.empty_objects(keys, is_thin=False)
+    preparation.note_empty(keys)
     return model, preparation, keys
 
 
 def test_modules_that_can_only_return_none_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model, preparation, keys = with_layers(Nothing(2, 2), Counted(2, 2))
-    assert [one.name for one in preparation._extra_states[0].others] == ["1._extra_state"]
+    assert [one.name for one in preparation.extra_states[0].others] == ["1._extra_state"]
     before = model[1].asked
-    assert list(preparation.thin_models(leaves_out=True)[0].sharded_state_dict()) == [prepared.MARK]
-    assert preparation.empty_objects((), is_thin=True) == keys and model[1].asked == before + 1
-    whole = preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
+    save = prepared.ThinSave(preparation, leaves_out=True)
+    assert list(save.models()[0].sharded_state_dict()) == [MARK]
+    assert save.empty_objects(()) == keys and model[1].asked == before + 1
+    whole = prepared.ThinSave(preparation, leaves_out=False).models()[0].sharded_state_dict()
     assert list(whole)[1:] == ["0._extra_state", "1._extra_state"]
 
 
 def test_a_function_of_a_modules_own_is_noticed() -> None:
     model, preparation, _ = with_layers(Nothing(2, 2))
-    preparation._survey.tensors_if_unchanged(no_optimizer())
+    preparation.survey.tensors_if_unchanged(no_optimizer())
     model[0].get_extra_state = lambda: b"scales"
     with pytest.raises(UnprovableError):
-        preparation._survey.tensors_if_unchanged(no_optimizer())
+        preparation.survey.tensors_if_unchanged(no_optimizer())
 
 
 @pytest.mark.parametrize("change", ["class", "base class", "code"])
@@ -721,7 +727,7 @@ def test_modules_are_asked_once_their_class_is_another(monkeypatch: pytest.Monke
         monkeypatch.setattr(
             Derived if change == "class" else Nothing, "get_extra_state", scales, raising=False
         )
-    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    thin = prepared.ThinSave(preparation, leaves_out=True).models()[0].sharded_state_dict()
     assert thin["0._extra_state"].data == model[0].get_extra_state() == b"scales"
 
 
@@ -731,23 +737,24 @@ def test_a_class_that_answers_for_its_methods_is_asked() -> None:
             return super().__getattribute__(name)
 
     _, preparation, _ = with_layers(Answering(2, 2))
-    assert [one.name for one in preparation._extra_states[0].others] == ["0._extra_state"]
+    assert [one.name for one in preparation.extra_states[0].others] == ["0._extra_state"]
 
 
 def test_an_object_without_a_value_keeps_its_place() -> None:
     _, preparation, keys = with_layers(Nothing(2, 2))
     full = ("before", *keys, "after")
-    preparation.empty_objects(full, is_thin=False)
-    preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
-    assert preparation.empty_objects(("before", "after"), is_thin=True) == full
-    assert preparation.empty_objects(("after", "new"), is_thin=True) == (*keys, "after", "new")
+    preparation.note_empty(full)
+    save = prepared.ThinSave(preparation, leaves_out=True)
+    save.models()[0].sharded_state_dict()
+    assert save.empty_objects(("before", "after")) == full
+    assert save.empty_objects(("after", "new")) == (*keys, "after", "new")
 
 
 def test_a_module_with_a_function_of_its_own_is_asked() -> None:
     layer = Nothing(2, 2)
     layer.get_extra_state = lambda: None
     _, preparation, _ = with_layers(layer)
-    assert [one.name for one in preparation._extra_states[0].others] == ["0._extra_state"]
+    assert [one.name for one in preparation.extra_states[0].others] == ["0._extra_state"]
 
 
 class Grouped(Extra):
@@ -801,11 +808,11 @@ def test_tensors_and_factories_of_a_model_need_no_function() -> None:
 def test_views_follow_their_tensor_to_other_memory() -> None:
     weight = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
     part = torch.chunk(weight, 2)[1]
-    row = prepared._row("w", part, {id(weight): 7})
+    row = rows.row_of("w", part, {id(weight): 7})
     assert row.number == 7 and row.offset == 24
     weight.data = torch.arange(100.0, 112.0).reshape(4, 3)
     assert row.view is not None
-    assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()
+    assert rows.view_of(weight, row.view).tolist() == weight[2:].tolist()
 
 
 def test_views_of_a_weight_within_a_larger_buffer_follow_it() -> None:
@@ -814,11 +821,11 @@ def test_views_of_a_weight_within_a_larger_buffer_follow_it() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 3))
     weight.data = buffer[5:17].view(4, 3)
     part = torch.chunk(weight, 2)[1]
-    row = prepared._row("w", part, {id(weight): 7})
+    row = rows.row_of("w", part, {id(weight): 7})
     assert row.view is not None and row.offset == 24
-    assert prepared._view(weight, row.view).tolist() == part.tolist() == weight[2:].tolist()
+    assert rows.view_of(weight, row.view).tolist() == part.tolist() == weight[2:].tolist()
     weight.data = buffer[50:62].view(4, 3)
-    found = prepared._view(weight, row.view)
+    found = rows.view_of(weight, row.view)
     assert found.tolist() == weight[2:].tolist() and found.data_ptr() == weight.data_ptr() + row.offset
 
 
@@ -835,23 +842,23 @@ def test_what_a_transformation_changes_is_not_kept() -> None:
     preparation, call, found = prepare(make())
     for _ in range(2):
         found.keys[0], found.stable[0] = "other", True
-        preparation.require_conditions(call)
-        preparation.require_unchanged(call)
-        found = preparation.tensors(lambda: nothing_promised, is_lazy=False)
+        save = preparation.begin(call, leaves_out=False)
+        save.require_unchanged(call)
+        found = save.tensors(lambda: nothing_promised, is_lazy=False)
         assert (found.keys, found.stable) == (["w"], [False])
 
 
 def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() -> None:
     model = make()
     preparation, call, _ = prepare(model)
-    preparation.require_conditions(call)
-    preparation.require_unchanged(call)
+    save = preparation.begin(call, leaves_out=False)
+    save.require_unchanged(call)
     model[0].weight.data = torch.ones(6, 4)
-    described = preparation.tensors(lambda: nothing_promised, is_lazy=False).described
+    described = save.tensors(lambda: nothing_promised, is_lazy=False).described
     assert described is None or described.addresses.tolist() == [model[0].weight.data_ptr()]
     model[0].weight.data = torch.ones(6, 5)
     with pytest.raises(SaveFailedError, match="while Megatron made a state dict"):
-        preparation.tensors(lambda: nothing_promised, is_lazy=False)
+        save.tensors(lambda: nothing_promised, is_lazy=False)
 
 
 class World:
@@ -885,9 +892,9 @@ def test_tensors_are_classified_anew_once_what_that_depends_on_has_changed(
         return nothing_promised
 
     def saved(*, is_lazy: bool) -> int:
-        preparation.require_conditions(call)
-        preparation.require_unchanged(call)
-        preparation.tensors(classifier, is_lazy=is_lazy)
+        save = preparation.begin(call, leaves_out=False)
+        save.require_unchanged(call)
+        save.tensors(classifier, is_lazy=is_lazy)
         return times[0]
 
     assert [saved(is_lazy=False), saved(is_lazy=False), saved(is_lazy=True)] == [1, 1, 2]
@@ -901,42 +908,41 @@ def test_tensors_are_classified_anew_once_what_that_depends_on_has_changed(
 @pytest.mark.parametrize("name", [*ARGUMENTS, "the world"])
 def test_a_save_with_other_arguments_is_not_prepared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     preparation, call, _ = prepare(make())
-    preparation.require_conditions(call)
+    preparation.begin(call, leaves_out=False)
     if name == "the world":
         monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=World()))
     with pytest.raises(UnprovableError, match="the arguments of the save have changed"):
-        preparation.require_conditions(call | {name: ARGUMENTS.get(name)})
+        preparation.begin(call | {name: ARGUMENTS.get(name)}, leaves_out=False)
 
 
 def test_a_save_whose_state_dict_somebody_else_makes_by_now_is_not_prepared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preparation, call, _ = prepare(make())
-    preparation.require_conditions(call)
+    preparation.begin(call, leaves_out=False)
     monkeypatch.setattr(checkpointing, "generate_state_dict", make)
     with pytest.raises(UnprovableError, match="has wrapped or replaced Megatron's generate_state_dict"):
-        preparation.require_conditions(call)
+        preparation.begin(call, leaves_out=False)
 
 
 def test_after_a_prepared_save_that_came_to_nothing_the_next_one_is_full() -> None:
     preparation, call, _ = prepare(make())
-    preparation.require_conditions(call)
-    preparation.require_unchanged(call)
-    preparation.release()
+    save = preparation.begin(call, leaves_out=False)
+    save.require_unchanged(call)
+    save.release()
     with pytest.raises(UnprovableError, match="did not complete its preparation"):
-        preparation.require_conditions(call)
+        preparation.begin(call, leaves_out=False)
 
 
 def test_so_it_is_after_one_that_came_to_nothing_later() -> None:
     preparation, call, _ = prepare(make())
-    preparation.require_conditions(call)
-    preparation.require_unchanged(call)
-    preparation.tensors(lambda: nothing_promised, is_lazy=False)
-    preparation.release()
-    preparation.require_conditions(call)
-    preparation.release()
+    save = preparation.begin(call, leaves_out=False)
+    save.require_unchanged(call)
+    save.tensors(lambda: nothing_promised, is_lazy=False)
+    save.release()
+    preparation.begin(call, leaves_out=False).release()
     with pytest.raises(UnprovableError, match="did not complete its preparation"):
-        preparation.require_conditions(call)
+        preparation.begin(call, leaves_out=False)
 
 
 ARGUMENTS_THAT_DECIDE = [
@@ -960,10 +966,10 @@ def test_another_world_at_the_same_address_is_noticed(changed: str, monkeypatch:
     world = World()
     monkeypatch.setattr(torch.distributed, "group", types.SimpleNamespace(WORLD=world))
     preparation, call, _ = prepare(make())
-    preparation.require_conditions(call)
+    preparation.begin(call, leaves_out=False)
     monkeypatch.setattr(world, changed, lambda: 2, raising=False)
     with pytest.raises(UnprovableError, match="the arguments of the save have changed"):
-        preparation.require_conditions(call)
+        preparation.begin(call, leaves_out=False)
 
 
 def test_arguments_are_compared_by_their_values() -> None:
@@ -977,7 +983,7 @@ def test_arguments_are_compared_by_their_values() -> None:
 def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(UnprovableError, match="'w' is made anew"):
-        prepared._row("w", weight.detach().clone(), {id(weight): 0})
+        rows.row_of("w", weight.detach().clone(), {id(weight): 0})
 
 
 @pytest.mark.parametrize(
@@ -989,7 +995,7 @@ def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:
 )
 def test_a_view_of_another_dtype_cannot_be_prepared(weight: torch.Tensor, view: Callable[[Any], Any]) -> None:
     with pytest.raises(UnprovableError, match="'w' is made anew"):
-        prepared._row("w", view(weight), {id(weight): 0})
+        rows.row_of("w", view(weight), {id(weight): 0})
 
 
 def test_a_quantized_tensor_cannot_be_prepared() -> None:
@@ -1038,9 +1044,9 @@ def test_a_state_dict_that_is_saved_once_more_is_what_later_saves_are_prepared_b
         return nothing_promised
 
     def saved() -> Tensors:
-        preparation.require_conditions(call)
-        preparation.require_unchanged(call)
-        return preparation.tensors(classifier, is_lazy=False)
+        save = preparation.begin(call, leaves_out=False)
+        save.require_unchanged(call)
+        return save.tensors(classifier, is_lazy=False)
 
     def complete(*tensors: Any) -> None:
         found = Tensors()
@@ -1072,18 +1078,18 @@ def test_a_negated_view_cannot_be_prepared() -> None:
 
 
 def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
-    preparation = types.SimpleNamespace(rank=0)
-    thin = prepared.Mark.of(preparation, 0, is_thin=True)  # type: ignore[arg-type]
+    preparation: Any = types.SimpleNamespace()
+    thin = Mark.of(0, 0, thin=preparation)
     with pytest.raises(SaveFailedError, match="another strategy"):
         torch.save({"model": thin.data}, io.BytesIO())
     with pytest.raises(SaveFailedError, match="another strategy"):
         torch.save({"model": thin}, io.BytesIO())
-    full = prepared.Mark.of(preparation, 0, is_thin=False)  # type: ignore[arg-type]
+    full = Mark.of(0, 0, preparation=preparation)
     for mark in (thin, full):
         buffer = io.BytesIO()
         torch.save(mark.without_data(), buffer)  # as ranks exchange metadata
         buffer.seek(0)
-        assert torch.load(buffer, weights_only=False).key == f"{prepared.MARK}.0.0"
+        assert torch.load(buffer, weights_only=False).key == f"{MARK}.0.0"
 
 
 def test_a_thin_state_dict_that_has_lost_its_mark_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1100,9 +1106,9 @@ def test_a_thin_state_dict_that_has_lost_its_mark_is_not_saved(monkeypatch: pyte
 
 def test_a_tensor_that_comes_into_a_thin_state_dict_is_not_left_out() -> None:
     preparation, call, _ = prepare(make())
-    preparation.require_conditions(call)
-    preparation.require_unchanged(call)
-    chunk: dict[str, Any] = {prepared.MARK: prepared.Mark.of(preparation, 0, is_thin=True)}
+    save = preparation.begin(call, leaves_out=False)
+    save.require_unchanged(call)
+    chunk: dict[str, Any] = {MARK: Mark.of(0, 0, thin=save)}
     provider = ShardedStateProvider({"model": chunk}, lambda: nothing_promised)
     assert len(provider.tensors()) > 0
     chunk["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(3))
@@ -1136,9 +1142,7 @@ def test_extra_states_of_others_must_be_what_their_modules_make(monkeypatch: pyt
 
 def test_marks_are_whole_on_each_rank() -> None:
     """Megatron checks that all shards of an object are there, and other ranks may not be prepared."""
-    marks = []
-    for rank in range(2):
-        preparation = types.SimpleNamespace(rank=rank)
-        marks.append(prepared.Mark.of(preparation, 0, is_thin=False))  # type: ignore[arg-type]
+    preparation: Any = types.SimpleNamespace()
+    marks = [Mark.of(0, rank, preparation=preparation) for rank in range(2)]
     assert marks[0].unique_key != marks[1].unique_key
     assert [mark.global_shape for mark in marks] == [(1,), (1,)]

@@ -440,11 +440,12 @@ def test_a_thin_state_dict_that_lacks_an_optimizer_is_not_saved(kind: Callable[.
     preparation = prepared.Preparation(call)
     preparation.note_buckets(optimizer, {}, [])
     preparation.note_models(call, {"model": shards(model), "optimizer": {}})
-    preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
+    save = prepared.ThinSave(preparation, leaves_out=False)
+    save.models()[0].sharded_state_dict()
     with pytest.raises(UnprovableError, match="1 model chunks and 1 optimizers"):
-        preparation.require_used()
-    preparation.note_asked(optimizer) if kind is fp32 else preparation.thin_buckets(optimizer)
-    preparation.require_used()
+        save.require_used()
+    save.note_asked(optimizer) if kind is fp32 else save.buckets(optimizer)
+    save.require_used()
 
 
 class DerivedLayerWise(LayerWiseDistributedOptimizer):

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
-from megatron_datastates.dcp import reading
-from megatron_datastates.dcp.reading import FragmentFinder
+from megatron_datastates.dcp import transfers
+from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.engine import native
 from megatron_datastates.engine.reader import SLOT_BYTES, Reader
 from megatron_datastates.errors import CorruptDataError, FormatError
@@ -152,7 +152,7 @@ class CountingPlanner(dcp.DefaultLoadPlanner):
 
 def test_what_is_converted_in_small_parts_is_loaded_the_same(tmp_path, monkeypatch):
     """Tensors that are cut, tensors that share a part, and a part of a tensor in every part of the file."""
-    monkeypatch.setattr(reading, "_TEMPORARY_BYTES", 1000)
+    monkeypatch.setattr(transfers, "_TEMPORARY_BYTES", 1000)
     stored = {str(n): random_tensor(torch.int32, (n, 3, 40), n) for n in range(20)}
     ds.save(stored, tmp_path / "c", **SMALL)
     state = {key: torch.zeros_like(tensor).double() for key, tensor in stored.items()}
@@ -167,7 +167,7 @@ class Unplain(torch.Tensor):
 
 
 def test_tensors_that_the_planner_makes_do_not_live_all_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "_TEMPORARY_BYTES", 4 * 300)
+    monkeypatch.setattr(transfers, "_TEMPORARY_BYTES", 4 * 300)
     stored = {str(n): random_tensor(torch.int16, (100,), n).float() for n in range(10)}
     ds.save(stored, tmp_path / "c", **SMALL)
     state = {key: torch.zeros(100).as_subclass(Unplain if int(key) % 2 else torch.Tensor) for key in stored}

@@ -25,8 +25,9 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.pipeline import saver_pool
 from megatron_datastates.pipeline.parts import part_saver_for
 from megatron_datastates.pipeline.report import Listener
-from megatron_datastates.pipeline.saver import Saver, SaveSession
+from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saver_pool import saver_for
+from megatron_datastates.pipeline.session import SaveSession
 from tests.unit.states import OPTIONS, SMALL, data_files
 
 STATE = {"w": torch.arange(1000.0)}

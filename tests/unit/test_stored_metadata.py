@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader as DCPReader
+from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.dcp.metadata import StoredMetadata
-from megatron_datastates.dcp.reading import FragmentFinder
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.mcore.load.metadata import keys_read_beside, requested_boxes
 from megatron_datastates.mcore.load.reader import DataStatesReader

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.strided import Line, boxes_in_range, plan_strided

@@ -36,7 +36,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.files import open_regular
 from megatron_datastates.format.directory import is_through_dcp
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.plan.boxes import cut_box, slices_of
 
 CONFIG_NAME = "config.json"

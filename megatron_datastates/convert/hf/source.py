@@ -27,7 +27,7 @@ from megatron_datastates.convert.sources.source import FragmentRange, RankConten
 from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.plan.boxes import Box, checked_slice, intersect, slices_of
 from megatron_datastates.providers.objects import ObjectSource
 

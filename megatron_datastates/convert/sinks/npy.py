@@ -15,7 +15,7 @@ from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.slices import Slice
 from megatron_datastates.convert.statistics import PART_BYTES
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.plan.boxes import cut_box
 
 _RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}

@@ -44,7 +44,7 @@ from megatron_datastates.format.directory import (
     TORCH_DIST_INDEX,
 )
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 
 _BUFFER_BYTES = 8 * MIB  # of each file that is being written
 Written = list[tuple[str, int | None, Record]]  # key and number of each fragment; number None for an object

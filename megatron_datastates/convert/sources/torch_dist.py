@@ -166,7 +166,7 @@ class TorchDistSource(Source):
     ) -> torch.Tensor:
         import torch  # here, so that commands that only look need none
 
-        from megatron_datastates.pipeline.loading.load import torch_dtype
+        from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 
         entry = self._found(self._tensors, "tensor", key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)

@@ -45,7 +45,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import DTYPES
-from megatron_datastates.pipeline.loading.load import torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, intersect, slices_of
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource, deserialize

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_datastates.format.index import similar_keys
+from megatron_datastates.errors import similar_keys
 from megatron_datastates.format.values import is_of_optimizer
 from megatron_datastates.mcore.load.optimizer_names import KEY
-from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, StateTensor
 
 

@@ -12,8 +12,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from megatron_datastates.mcore.save.buckets import carried_map
+from megatron_datastates.mcore.save.marks import Mark, mark_of
 from megatron_datastates.mcore.save.mutability import Classify
-from megatron_datastates.mcore.save.prepared import Mark, mark_of
 from megatron_datastates.mcore.save.preparing import awaits_tensors, complete
 from megatron_datastates.providers.base import EmptyObjects, Mutability, Place, StateReader, Tensors
 from megatron_datastates.providers.objects import ObjectSource, is_nothing
@@ -40,7 +40,7 @@ class ShardedStateProvider:
     @property
     def is_thin(self) -> bool:
         """Returns whether the state dict is that of a prepared save."""
-        return self._mark is not None and self._mark.is_thin
+        return self._mark is not None and self._mark.thin is not None
 
     def _main_replicas(self, kind: type[Any]) -> Iterator[Any]:
         for item in nested_values(self._state):
@@ -60,13 +60,13 @@ class ShardedStateProvider:
     def tensors(self) -> Tensors:
         """Returns the tensors. Raises CheckpointingException for one without data, or flattened."""
         mark = self._mark
-        if mark is not None and mark.is_thin:
+        if mark is not None and mark.thin is not None:
             if any(self._main_replicas(ShardedTensor)):
                 raise CheckpointingException(
                     "a prepared save has tensors that the last save did not have: use --datastates-prepared "
                     "off, and report this"
                 )
-            return mark.preparation.tensors(self._classifier, is_lazy=self._is_lazy)
+            return mark.thin.tensors(self._classifier, is_lazy=self._is_lazy)
         if awaits_tensors():
             raise CheckpointingException(
                 "a prepared save's state dict has lost its mark, an object of the model: keep all objects "
@@ -86,7 +86,7 @@ class ShardedStateProvider:
             place = Place(tuple(item.global_shape), tuple(item.global_offset), shape)
             found.add(item.key, data, mutability, place, is_frozen(item.data))
             stored.append(item.data)
-        if mark is not None:
+        if mark is not None and mark.preparation is not None:
             complete(mark.preparation, self._state, found, stored)
         return found
 
@@ -102,6 +102,9 @@ class ShardedStateProvider:
         empty = tuple([key for key, value in values.items() if is_nothing(value)])
         for key in empty:
             del values[key]
-        if self._mark is not None:
-            empty = self._mark.preparation.empty_objects(empty, is_thin=self._mark.is_thin)
+        mark = self._mark
+        if mark is not None and mark.thin is not None:
+            empty = mark.thin.empty_objects(empty)
+        elif mark is not None and mark.preparation is not None:
+            mark.preparation.note_empty(empty)
         return EmptyObjects(empty), [ObjectSource(key, value) for key, value in values.items()]

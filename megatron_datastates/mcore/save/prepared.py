@@ -6,6 +6,9 @@ Megatron makes a *thin* state dict, in which the model and the optimizer have no
 objects are made by Megatron as in any save. Then we only look at what can differ (survey.py).
 The tensors are those of the survey, under the names and in the places that the last full save gave them.
 
+Belongs here: what a full save notes (Preparation), and one prepared save (ThinSave). Does not belong here:
+which saves are prepared (preparing.py); what Megatron sees of it (marks.py).
+
 All ranks prepare, or none, if in a full save they exchange metadata. Any change, anything that cannot be
 proved and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean
 a full save. A thin state dict that any other code tried to save would fail: it holds what cannot be pickled.
@@ -16,36 +19,33 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
-from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of
+from megatron_datastates.engine.exchange import Described, facts_of
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError
-from megatron_datastates.format.tables import Words
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.extra_states import ExtraStates, extra_states
+from megatron_datastates.mcore.save.marks import MARK, Mark, ThinChunk
 from megatron_datastates.mcore.save.mutability import Classify
+from megatron_datastates.mcore.save.rows import Rows, row_of, with_tensors
 from megatron_datastates.mcore.save.survey import (
     Found,
     Survey,
     has_buckets,
     is_megatrons_alone,
-    items_at,
     optimizers_in,
     require_known_maker,
 )
 from megatron_datastates.pipeline.saving.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
 
-MARK = "datastates_prepared"
 # Arguments of Megatron that decide what is stored by which rank.
 _ARGUMENTS = (
     "ckpt_format",
@@ -54,57 +54,6 @@ _ARGUMENTS = (
     "ckpt_fully_parallel_save",
     "ckpt_fully_parallel_save_process_group",
 )
-
-
-View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in elements
-
-
-class Row(NamedTuple):
-    """Where a stored tensor is found at every save."""
-
-    number: int  # of the tensor that it is, or is a view of
-    view: View | None
-    offset: int = 0  # in bytes, from that tensor's first element
-
-
-class _Places(NamedTuple):
-    """Of all rows: element i of each array is about stored tensor i."""
-
-    pick: Callable[[list[Any]], Iterable[Any]]  # of each surveyed tensor's item, that of each row's tensor
-    numbers: npt.NDArray[np.intp]
-    offsets: Words
-    views: list[tuple[int, View]]  # with the row's position
-
-
-class Mark(ShardedObject):  # type: ignore[misc]
-    """Marks the state dict of a model chunk as one of a save that is, or may be, prepared."""
-
-    preparation: Preparation
-    is_thin = False
-
-    @classmethod
-    def of(cls, preparation: Preparation, number: int, *, is_thin: bool) -> Mark:
-        """Returns a mark for one model chunk of this rank.
-
-        Whole by itself: Megatron checks that all shards of an object are there, and other ranks may have
-        none.
-        """
-        mark = cls(f"{MARK}.{number}.{preparation.rank}", _Unsaveable() if is_thin else None, (1,), (0,))
-        mark.preparation, mark.is_thin = preparation, is_thin
-        return mark
-
-    def __reduce__(self) -> Any:  # in metadata that ranks exchange
-        return ShardedObject, (self.key, self.data, self.global_shape, self.global_offset, self.replica_id)
-
-
-class _Unsaveable:
-    """The data of a mark in a thin state dict."""
-
-    def __reduce__(self) -> Any:
-        raise SaveFailedError(
-            "a state dict without tensors, of a prepared save, was about to be saved by another strategy: "
-            "use --datastates-prepared off, and report this"
-        )
 
 
 class Preparation:
@@ -121,33 +70,22 @@ class Preparation:
         require_known_maker()
         self._conditions = _conditions(call)
         self.rank, _ = self._conditions[-1]
-        self._survey = Survey(call["model"], call["optimizer"])
+        self.survey = Survey(call["model"], call["optimizer"])
         # Of the full save, and of prepared ones after it:
-        self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
-        self._states: set[int] = set()  # ids of the other optimizers
+        self.bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
+        self.states: set[int] = set()  # ids of the other optimizers
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
         self._made: set[int] = set()  # ids of what the tensors of the full state dict are, or are views of
-        self._extra_states: list[ExtraStates] = []  # by model chunk
-        self._empty: dict[str, None] = {}  # keys of objects without a value
-        self._rows: list[Row] = []  # of each stored tensor
-        self._columns = Tensors()  # without its tensors
-        self._facts: Facts | None = None  # of the tensors as they were stored
+        self.extra_states: list[ExtraStates] = []  # by model chunk
+        self.empty: dict[str, None] = {}  # keys of objects without a value
+        self._rows: Rows | None = None  # of what was stored
         self._classified: Any = None  # what the mutability depends on
         self.is_complete = False
-        # Of one prepared save:
-        self._used: set[int] = set()  # what Megatron has asked for: numbers of chunks, ids of optimizers
-        self._left_out: set[str] = set()  # keys of objects in no state dict
-        self._leaves_out = False
-        self._current: Found | None = None  # the tensors of the survey
-        self._frees: int | None = None  # calls that had freed memory by then
-        self.is_taken = False  # its tensors went to a strategy
-
-    # -- a full save ------------------------------------------------------------------------------------
 
     def note_buckets(self, optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
         """Notes the objects that a distributed optimizer stores beside its buckets, and their padding."""
         objects = {key: copy.copy(item) for key, item in state.items() if isinstance(item, ShardedObject)}
-        self._bucket_states[id(optimizer)] = (weakref.ref(optimizer), objects)
+        self.bucket_states[id(optimizer)] = (weakref.ref(optimizer), objects)
         self._padding += padding
 
     def note_models(self, call: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -156,17 +94,17 @@ class Preparation:
         Raises:
             UnprovableError: one has values that cannot be proved to be unchanged.
         """
-        noted = [ref() for ref, _ in self._bucket_states.values()]
+        noted = [ref() for ref, _ in self.bucket_states.values()]
         optimizers = optimizers_in(call["optimizer"])
         if any(one not in noted for one in optimizers if has_buckets(one)):
             raise UnprovableError("the optimizer's state is not stored in buckets")
-        self._states = {id(one) for one in optimizers if not has_buckets(one)}
-        if self._states and "optimizer" not in state:
+        self.states = {id(one) for one in optimizers if not has_buckets(one)}
+        if self.states and "optimizer" not in state:
             raise UnprovableError("the optimizer's state is not stored")
         chunks = _chunks_of(state, len(call["model"]))
-        self._extra_states = [extra_states(*pair) for pair in zip(call["model"], chunks, strict=True)]
+        self.extra_states = [extra_states(*pair) for pair in zip(call["model"], chunks, strict=True)]
         for number, chunk in enumerate(chunks):
-            chunk[MARK] = Mark.of(self, number, is_thin=False)
+            chunk[MARK] = Mark.of(number, self.rank, preparation=self)
         self._made = _viewed(state)
 
     def complete(self, state: Mapping[str, Any], found: Tensors, stored: list[torch.Tensor]) -> None:
@@ -182,28 +120,34 @@ class Preparation:
         """
         if not self._made <= _viewed(state):
             raise UnprovableError("a program has left out tensors of the state dict that Megatron has made")
-        numbers = dict(self._survey.numbers)
+        numbers = dict(self.survey.numbers)
         first = len(numbers)
         numbers.update((id(tensor), first + at) for at, tensor in enumerate(self._padding))
         rows = []
         for key, tensor, passed in zip(found.keys, stored, found.tensors, strict=True):
             if tensor is not passed:
                 raise UnprovableError(f"{key!r} is quantized")
-            rows.append(_row(key, tensor, numbers))
+            rows.append(row_of(key, tensor, numbers))
         facts = facts_of(found.tensors)
         if has_unresolved_views(found.tensors, facts):
             raise UnprovableError("a tensor is a negated or conjugated view")
-        self._rows, self._facts = rows, facts
-        for cached in ("_padding_described", "_places"):
-            self.__dict__.pop(cached, None)
-        self._columns = _copied(found, [])
+        self._rows = Rows(rows, facts, with_tensors(found, []), self._padding)
         self._classified = None
         self.is_complete = True
 
-    # -- a prepared save --------------------------------------------------------------------------------
+    def note_empty(self, found: tuple[str, ...]) -> None:
+        """Notes the keys of all objects of a full save that have no value.
 
-    def require_conditions(self, call: Mapping[str, Any]) -> None:
-        """Begins a prepared save: looks whether it may be one, before Megatron makes a thin state dict.
+        Most objects of a model are extra states without a value, and as long as they have none, Megatron need
+        not see them again.
+        """
+        self.empty = dict.fromkeys(found)
+
+    def begin(self, call: Mapping[str, Any], *, leaves_out: bool) -> ThinSave:
+        """Begins a prepared save: checks whether it may be one, before Megatron makes a thin state dict.
+
+        Args:
+            leaves_out: as in ThinSave.
 
         Raises:
             UnprovableError: its arguments are others, or the last save did not end.
@@ -213,8 +157,81 @@ class Preparation:
         require_known_maker()
         if _conditions(call) != self._conditions:
             raise UnprovableError("the arguments of the save have changed")
-        self._used, self._left_out = set(), set()
-        self.is_taken = False
+        return ThinSave(self, leaves_out=leaves_out)
+
+    def stored(self, found: Found, classifier: Callable[[], Classify], *, is_lazy: bool) -> Tensors:
+        """Returns the tensors of a prepared save, from those of the survey.
+
+        Args:
+            classifier, is_lazy: as in ShardedStateProvider.
+        """
+        rows = self._rows
+        assert rows is not None
+        tensors, described = rows.bases(found.tensors), rows.described(found.described)
+        depends_on = self._classification(is_lazy, described)
+        if depends_on is None or depends_on != self._classified:
+            # By what is viewed: a view that is made here does not show that its base is a Parameter.
+            rows.columns.mutability = list(map(classifier(), tensors))
+            self._classified = depends_on
+        rows.make_views(tensors)
+        return with_tensors(rows.columns, tensors, described)
+
+    def _classification(self, is_lazy: bool, described: Described | None) -> Any:
+        """Returns all that mutabilities depend on, or None if that is unknown."""
+        stepped = fences.stepped_optimizers()
+        if described is None or not stepped <= self.survey.inner_optimizers():
+            return None  # another optimizer may own some of the memory
+        return is_lazy, stepped, described.addresses.tobytes()
+
+
+class ThinSave:
+    """One prepared save, from the thin state dict that Megatron makes to the tensors that are stored.
+
+    Args:
+        preparation: by which it is prepared.
+        leaves_out: whether objects without a value may be missing: Megatron does not look for them.
+    """
+
+    def __init__(self, preparation: Preparation, *, leaves_out: bool) -> None:
+        self._preparation = preparation
+        self._leaves_out = leaves_out
+        self._used: set[int] = set()  # what Megatron has asked for: numbers of chunks, ids of optimizers
+        self._left_out: set[str] = set()  # keys of objects in no state dict
+        self._current: Found | None = None  # the tensors of the survey
+        self._frees: int | None = None  # calls that had freed memory by then
+        self.is_taken = False  # its tensors went to a strategy
+
+    def models(self) -> list[Any]:
+        """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
+        count = len(self._preparation.extra_states)
+        return [ThinChunk(functools.partial(self._chunk, number)) for number in range(count)]
+
+    def buckets(self, optimizer: Any) -> dict[Any, Any]:
+        """Returns a distributed optimizer's bucket state without tensors.
+
+        Raises:
+            UnprovableError: this is another optimizer.
+        """
+        if id(optimizer) not in self._preparation.bucket_states:
+            raise UnprovableError("an optimizer was added or replaced")
+        self._used.add(id(optimizer))
+        _, objects = self._preparation.bucket_states[id(optimizer)]
+        return {key: copy.copy(item) for key, item in objects.items()}
+
+    def note_asked(self, optimizer: Any) -> None:
+        """Notes that Megatron asks for the state of an optimizer without buckets."""
+        self._used.add(id(optimizer))
+
+    def require_used(self) -> None:
+        """Raises UnprovableError if Megatron did not ask for all of the thin state."""
+        prepared = self._preparation
+        chunks = set(range(len(prepared.extra_states)))
+        optimizers = prepared.states.union(prepared.bucket_states)
+        if self._used != chunks | optimizers:
+            raise UnprovableError(
+                f"Megatron did not ask for the state of all {len(chunks)} model chunks and "
+                f"{len(optimizers)} optimizers"
+            )
 
     def require_unchanged(self, call: Mapping[str, Any]) -> None:
         """Looks whether all is as it was, and holds the tensors for `tensors` if so.
@@ -225,50 +242,17 @@ class Preparation:
             UnprovableError: something has changed.
         """
         self._frees = FENCE.frees
-        self._current = self._survey.tensors_if_unchanged(call["optimizer"])
+        self._current = self._preparation.survey.tensors_if_unchanged(call["optimizer"])
 
-    def thin_models(self, *, leaves_out: bool) -> list[Any]:
-        """Returns what stands in for the model chunks while Megatron makes a thin state dict.
-
-        Args:
-            leaves_out: whether objects without a value may be missing: Megatron does not look for them.
-        """
-        self._leaves_out = leaves_out
-        return [_ThinChunk(self, number) for number in range(len(self._extra_states))]
-
-    def thin_buckets(self, optimizer: Any) -> dict[Any, Any]:
-        """Returns a distributed optimizer's bucket state without tensors.
-
-        Raises:
-            UnprovableError: this is another optimizer.
-        """
-        if id(optimizer) not in self._bucket_states:
-            raise UnprovableError("an optimizer was added or replaced")
-        self._used.add(id(optimizer))
-        return {key: copy.copy(item) for key, item in self._bucket_states[id(optimizer)][1].items()}
-
-    def note_asked(self, optimizer: Any) -> None:
-        """Notes that Megatron asks for the state of an optimizer without buckets."""
-        self._used.add(id(optimizer))
-
-    def require_used(self) -> None:
-        """Raises UnprovableError if Megatron did not ask for all of the thin state."""
-        chunks, optimizers = set(range(len(self._extra_states))), self._states.union(self._bucket_states)
-        if self._used != chunks | optimizers:
-            raise UnprovableError(
-                f"Megatron did not ask for the state of all {len(chunks)} model chunks and "
-                f"{len(optimizers)} optimizers"
-            )
-
-    def thin_chunk(self, number: int) -> dict[str, Any]:
+    def _chunk(self, number: int) -> dict[str, Any]:
         """Returns a model chunk's state without tensors. Notes that Megatron has asked for it.
 
         Raises:
             UnprovableError: a value that was made and not stored may be one to be stored.
         """
         self._used.add(number)
-        state: dict[str, Any] = {MARK: Mark.of(self, number, is_thin=True)}
-        extras = self._extra_states[number]
+        state: dict[str, Any] = {MARK: Mark.of(number, self._preparation.rank, thin=self)}
+        extras = self._preparation.extra_states[number]
         extras.require_dropped()
         asked = extras.all
         if extras.are_still_empty() and self._leave_out(extras.empty_keys):
@@ -281,35 +265,15 @@ class Preparation:
             item.data = value
         return state
 
-    def empty_objects(self, found: tuple[str, ...], *, is_thin: bool) -> tuple[str, ...]:
-        """Returns the keys of all objects of a save that have no value.
-
-        Args:
-            found: those in the state dict.
-            is_thin: whether it is a thin one. Else those are noted: most objects of a model are extra states
-                without a value, and as long as they have none, Megatron need not see them again.
-        """
-        if is_thin:
-            all_found = self._left_out.union(found)
-            known = tuple([key for key in self._empty if key in all_found])  # in the order of the full save
-            return known + tuple([key for key in found if key not in self._empty])
-        self._empty = dict.fromkeys(found)
-        return found
-
     def _leave_out(self, keys: frozenset[str]) -> bool:
         """Returns whether Megatron need not see objects without a value, which are stored anyway."""
-        if not self._leaves_out or not keys <= self._empty.keys():
+        if not self._leaves_out or not keys <= self._preparation.empty.keys():
             return False
         self._left_out |= keys
         return True
 
-    def release(self) -> None:
-        """Lets go of the tensors of a prepared save. If it did not take them, the next save is full."""
-        self._current = None
-        self.is_complete = self.is_complete and self.is_taken
-
     def tensors(self, classifier: Callable[[], Classify], *, is_lazy: bool) -> Tensors:
-        """Returns the tensors of a prepared save.
+        """Returns the tensors of this save.
 
         Args:
             classifier, is_lazy: as in ShardedStateProvider.
@@ -317,18 +281,9 @@ class Preparation:
         Raises:
             SaveFailedError: one has changed since the survey.
         """
-        found, columns = self._found_again(), self._columns
-        tensors = list(self._places.pick([*found.tensors, *self._padding]))
-        described = self._rows_described(found.described)
-        depends_on = self._classification(is_lazy, described)
-        if depends_on is None or depends_on != self._classified:
-            # By what is viewed: a view that is made here does not show that its base is a Parameter.
-            columns.mutability = list(map(classifier(), tensors))
-            self._classified = depends_on
-        for at, view in self._places.views:
-            tensors[at] = _view(tensors[at], view)
+        found = self._preparation.stored(self._found_again(), classifier, is_lazy=is_lazy)
         self.is_taken = True
-        return _copied(columns, tensors, described)
+        return found
 
     def _found_again(self) -> Found:
         """Returns the tensors of the survey; looks again where they are if that may have changed since.
@@ -343,51 +298,25 @@ class Preparation:
         if is_megatrons_alone() and FENCE.frees == self._frees:
             return self._current
         try:
-            return self._survey.found_again(self._current)
+            return self._preparation.survey.found_again(self._current)
         except UnprovableError as error:
             message = f"{error}, while Megatron made a state dict; use --datastates-prepared off"
             raise SaveFailedError(message) from error
 
-    def _rows_described(self, described: Described | None) -> Described | None:
-        """Returns where the stored tensors are, from where those of the survey are."""
-        padding, places = self._padding_described, self._places
-        if described is None or padding is None or self._facts is None:
-            return None
-        addresses = np.concatenate([described.addresses, padding.addresses])[places.numbers]
-        storages = list(places.pick(described.storages + padding.storages))
-        return Described(self._facts, addresses + places.offsets, storages)
+    def empty_objects(self, found: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the keys of all objects of the save that have no value, also those that were left out.
 
-    @functools.cached_property
-    def _padding_described(self) -> Described | None:
-        """Where the padding is: nobody else has it, so it stays there."""
-        return describe(self._padding)
+        Args:
+            found: those in the thin state dict.
+        """
+        known, all_found = self._preparation.empty, self._left_out.union(found)
+        kept = tuple([key for key in known if key in all_found])  # in the order of the full save
+        return kept + tuple([key for key in found if key not in known])
 
-    @functools.cached_property
-    def _places(self) -> _Places:
-        """The rows, in columns."""
-        return _Places(
-            pick=items_at([row.number for row in self._rows]),
-            numbers=np.array([row.number for row in self._rows], np.intp),
-            offsets=np.array([row.offset for row in self._rows], np.int64).view(np.uint64),
-            views=[(at, row.view) for at, row in enumerate(self._rows) if row.view is not None],
-        )
-
-    def _classification(self, is_lazy: bool, described: Described | None) -> Any:
-        """Returns all that mutabilities depend on, or None if that is unknown."""
-        stepped = fences.stepped_optimizers()
-        if described is None or not stepped <= self._survey.inner_optimizers():
-            return None  # another optimizer may own some of the memory
-        return is_lazy, stepped, described.addresses.tobytes()
-
-
-class _ThinChunk:
-    """Stands in for a model chunk; its sharded state dict has no tensors."""
-
-    def __init__(self, preparation: Preparation, number: int) -> None:
-        self._preparation, self._number = preparation, number
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._preparation.thin_chunk(self._number)
+    def release(self) -> None:
+        """Lets go of the tensors of a prepared save. If it did not take them, the next save is full."""
+        self._current = None
+        self._preparation.is_complete = self._preparation.is_complete and self.is_taken
 
 
 def _conditions(call: Mapping[str, Any]) -> Any:
@@ -425,36 +354,3 @@ def _chunks_of(state: dict[str, Any], count: int) -> list[dict[str, Any]]:
     if not all(isinstance(state.get(key), dict) and state[key] for key in keys):
         raise UnprovableError("the model has no sharded state dict where it is expected")
     return [state[key] for key in keys]
-
-
-def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
-    number = numbers.get(id(tensor))
-    if number is not None:
-        return Row(number, None)
-    base = tensor._base
-    if base is None or id(base) not in numbers or base.dtype != tensor.dtype:
-        raise UnprovableError(f"the tensor {key!r} is made anew in every save")
-    offset = int(tensor.storage_offset()) - int(base.storage_offset())
-    view = (tuple(tensor.shape), tensor.stride(), offset)
-    return Row(numbers[id(base)], view, offset * tensor.element_size())
-
-
-def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    shape, strides, offset = view
-    return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + offset)
-
-
-def _copied(columns: Tensors, tensors: list[torch.Tensor], described: Described | None = None) -> Tensors:
-    """Returns other tensors with the columns in lists of their own: a transformation may change them."""
-    keys, mutability = list(columns.keys), list(columns.mutability)
-    return Tensors(keys, tensors, mutability, list(columns.places), list(columns.stable), described)
-
-
-def mark_of(state: Mapping[str, Any]) -> Mark | None:
-    """Returns the mark in a sharded state dict."""
-    for key in ("model", "model0"):
-        chunk = state.get(key)
-        if isinstance(chunk, dict) and isinstance(chunk.get(MARK), Mark):
-            mark: Mark = chunk[MARK]
-            return mark
-    return None

@@ -12,7 +12,7 @@ import torch
 
 from megatron_datastates.mcore.hooks.calls import Parameters
 from megatron_datastates.mcore.save.attributes import UnprovableError
-from megatron_datastates.mcore.save.prepared import Preparation
+from megatron_datastates.mcore.save.prepared import Preparation, ThinSave
 from megatron_datastates.mcore.save.survey import gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
@@ -29,7 +29,7 @@ class _Saving:
         self.is_on, self.is_constant = is_on, is_constant
         self.model: list[Any] = []  # its chunks
         self.full: Preparation | None = None  # notes what this full save prepares
-        self.thin: Preparation | None = None  # what this prepared save uses
+        self.thin: ThinSave | None = None  # if this save is, or was about to be, prepared
         self.obstacle = ""  # why this save is not prepared, or why the next one will not be
 
 
@@ -108,19 +108,18 @@ def _generate_thin(
             has_asked = True
             if not _all_ranks(True, must_agree):
                 raise UnprovableError("another rank makes its state anew")
-        if preparation is not None:
-            preparation.note_asked(optimizer)
+        if saving.thin is not None:
+            saving.thin.note_asked(optimizer)
 
     thin = None
     if preparation is not None:
         with _noting(unless=lambda: must_agree and has_asked):
-            preparation.require_conditions(call)
-            saving.thin = preparation
+            saving.thin = begun = preparation.begin(call, leaves_out=saving.is_constant)
             optimizers = optimizers_in(call["optimizer"])
             with groups_alone(optimizers), states_left_out(optimizers, note_asked):
-                state = generate(preparation.thin_models(leaves_out=saving.is_constant))
-            preparation.require_used()
-            preparation.require_unchanged(call)
+                state = generate(begun.models())
+            begun.require_used()
+            begun.require_unchanged(call)
             thin = state
     if not has_asked:
         _all_ranks(False, must_agree)
@@ -157,7 +156,7 @@ def _generate_full(generate: Callable[[list[Any]], Any], call: dict[str, Any], s
 
 def buckets_of(optimizer: Any) -> dict[Any, Any] | None:
     """Returns a distributed optimizer's bucket state without tensors in a prepared save, else None."""
-    return _saving.thin.thin_buckets(optimizer) if _saving is not None and _saving.thin is not None else None
+    return _saving.thin.buckets(optimizer) if _saving is not None and _saving.thin is not None else None
 
 
 def saved_model() -> list[Any]:

@@ -35,7 +35,7 @@ from megatron_datastates.mcore.parallel import parallel_sizes
 from megatron_datastates.mcore.providers import Providers, register, registered
 from megatron_datastates.mcore.save import mutability, preparing
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
-from megatron_datastates.mcore.save.prepared import mark_of
+from megatron_datastates.mcore.save.marks import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
@@ -299,7 +299,7 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
 
     def apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> None:
         mark = mark_of(sharded_state_dict)
-        if mark is not None and mark.is_thin:
+        if mark is not None and mark.thin is not None:
             return  # the tensors are distributed as in the last full save
         if self in checked and self.cached_distribution is None:
             return

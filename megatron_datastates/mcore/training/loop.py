@@ -158,7 +158,7 @@ def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
 def _require_last_save() -> None:
     """Raises the error of a run's last save, on all ranks: with `on_failure` "warn", it was only logged.
 
-    Training does not continue after it, and whoever looks at the exit code alone would take the run for saved.
+    Training does not continue after it, and who looks at the exit code alone would take the run for saved.
     """
     from megatron_datastates.mcore.errors import MegatronSaveFailedError
     from megatron_datastates.pipeline.saver_pool import saver_for

@@ -30,7 +30,8 @@ from megatron_datastates.format.optimizer_map import (
 )
 from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
-from megatron_datastates.pipeline.loading.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.loading.dtypes import torch_dtype
+from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import Box, checked_slice, contiguous_strides, first_overlap, intersect
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead

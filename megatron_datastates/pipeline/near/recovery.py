@@ -3,7 +3,7 @@
 A job that was killed leaves checkpoints that were published near and are not far yet. The nodes of the next
 job say what their near tiers hold. Of the newest checkpoint whose files are all somewhere (in a near tier,
 or in its own directory), each node copies its files, and one rank publishes it. Then every rank loads as
-ever, and reads what its own near tier has from there (pipeline/loading/load.py).
+ever, and reads what its own near tier has from there (pipeline/loading/data_files.py).
 
 A file is known by its name, which has the save id, and by the checksum of its footer: files of other jobs
 never mix in. Only what follows the checkpoint that the tracker names is brought there (branches.py), or what

@@ -18,8 +18,9 @@ from pathlib import Path
 import msgspec
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.index import Index, index_entry, merge_indexes
+from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
+from megatron_datastates.format.merging import merge_indexes
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.records import Records
 from megatron_datastates.plan.coverage import coverage_faults

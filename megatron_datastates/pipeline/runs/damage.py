@@ -18,9 +18,10 @@ from megatron_datastates.errors import DataStatesError, some_of
 from megatron_datastates.files import is_object, names_in
 from megatron_datastates.format.directory import TORCH_DIST_INDEX, iteration_in_name
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Index, TensorEntry
+from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tables import Words
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_of_a_checkpoint
 
 _MOST_NAMED = 4  # of what is corrupt, in one message

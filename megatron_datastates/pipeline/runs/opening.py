@@ -12,8 +12,9 @@ from megatron_datastates.engine.reader import read_ranges, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, NotACheckpointError, StorageError
 from megatron_datastates.files import MANIFEST_BYTES, is_object
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import DecodedEntries, Index
+from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.stored_entries import DecodedEntries
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.runs.damage import why_no_checkpoint

@@ -35,8 +35,8 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
 )
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.tables import Words
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import optimizer_state

@@ -13,8 +13,8 @@ from megatron_datastates.errors import CorruptDataError, FormatError, StorageErr
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.digests import ContentDigest
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry, describe
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.loading.decoding import resolve
 from megatron_datastates.pipeline.loading.entries import Read, read_stream

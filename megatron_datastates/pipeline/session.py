@@ -1,0 +1,85 @@
+"""What all saves of a process share: the identity of saves, known layouts and plans, and who is unfinished.
+
+Belongs here: what outlives a save whatever its options. Does not belong here: what depends on options, such
+as an engine (saver.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publishing.collectives import Collectives
+from megatron_datastates.pipeline.publishing.layouts import LayoutStore
+from megatron_datastates.pipeline.publishing.polls import Polls, Turn
+from megatron_datastates.pipeline.saving.links import Links
+from megatron_datastates.pipeline.saving.plans import Plans
+
+_KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
+
+
+class SaveSession:
+    """The state that all saves of a process share. Used by one thread at a time, whose `turn` it is."""
+
+    def __init__(self) -> None:
+        self.layouts = LayoutStore()
+        self.plans = Plans(_KEPT_PLANS)
+        self.links = Links()
+        self.collectives = Collectives()
+        self.turn = Turn()
+        self.begun: list[Publication] = []  # all that may yet change something in their directories
+        self._polls = Polls(self.collectives, self.turn)
+        self.memory_wait_reported = False  # logged once
+        self._published: tuple[int, Path | None] = 0, None  # the last one's ordinal, and its directory
+        self._failed: list[int] = []  # the ordinals of later saves that have failed
+        self.last_error = ""  # of the last save, if that has failed; the same on all ranks
+        self._run_id: int | None = None
+        self._ordinal = 0
+
+    def enter_world(self) -> None:
+        """Starts afresh if torch.distributed was initialized (again) since the last save.
+
+        A Saver may exist before torch.distributed is initialized. After a restart within the process, ranks
+        have new numbers and peers, so that nothing the old ones agreed on is valid.
+        """
+        if not self.collectives.is_current():
+            self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
+            self._run_id, self._ordinal, self.links = None, 0, Links()
+            self._published, self._failed, self.last_error = (0, self._published[1]), [], ""
+
+    @property
+    def polls(self) -> Polls:
+        """The unfinished saves of this world."""
+        if self._polls.collectives is not self.collectives:
+            self._polls = Polls(self.collectives, self.turn)
+        return self._polls
+
+    def next_id(self) -> SaveId:
+        """Returns the next save id, the same on every rank. The first call is collective."""
+        if self._run_id is None:
+            self._run_id = self.collectives.share_from_first(secrets.randbits(63))
+        self._ordinal += 1
+        return SaveId(self._run_id, self._ordinal)
+
+    def on_end(self, publication: Publication) -> None:
+        """Counts failed saves. From the second one on, the errors say how many, on all ranks alike."""
+        context = publication.save.context
+        ordinal = context.save_id.ordinal
+        if publication.outcome is Outcome.PUBLISHED:
+            self._published = max(self._published, (ordinal, context.directory))
+            if ordinal >= max(self._failed, default=0):
+                self.last_error = ""
+            return
+        if publication.is_abandoned:  # not on all ranks alike
+            return
+        self._failed = [failed for failed in self._failed if failed > self._published[0]]
+        self._failed.append(ordinal)
+        if len(self._failed) > 1 and ordinal > self._published[0]:
+            last = ", and none was published before"
+            if self._published[1] is not None:
+                last = f" since {self._published[1].name} was published"
+            publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
+        if ordinal > self._published[0]:
+            self.last_error = publication.error
