@@ -82,4 +82,4 @@ class SaveSession:
                 last = f" since {self._published[1].name} was published"
             publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
         if ordinal > self._published[0]:
-            self.last_error = publication.error
+            self.last_error = publication.error or ""
