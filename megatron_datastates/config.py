@@ -186,7 +186,15 @@ class Options:
         "N",
         "when a load in the training loop meets a damaged checkpoint, verify up to N older ones and name the "
         "newest undamaged one in the error. Those of other formats, such as torch_dist, are not verified: "
-        "the error names one that is newer. None is loaded by itself (default 0: do not look)",
+        "the error names one that is newer (default 0: do not look)",
+    )
+    on_damage: Literal["raise", "fallback"] = _option(
+        "raise",
+        one_of("raise", "fallback"),
+        "raise|fallback",
+        "what a load in the training loop that meets a damaged checkpoint does: raise an error, so that you "
+        "decide how much training to repeat; or load the newest undamaged one that --datastates-fallback N "
+        "finds, with a warning, and train on from there (default raise)",
     )
     trust_objects: bool = _option(
         False,

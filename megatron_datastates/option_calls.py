@@ -16,9 +16,10 @@ from megatron_datastates.errors import OptionError
 _PROVIDERS = {
     "providers": "to ds.save and ds.load, pass state providers as values of the state (docs/providers.md)"
 }
-_FALLBACK = {
-    "fallback": "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run"
-}
+_FALLBACK = dict.fromkeys(
+    ("fallback", "on_damage"),
+    "elsewhere, `datastates verify --all` finds the newest undamaged checkpoint of a run",
+)
 _NEAR = ("near", "near_keep", "near_replicas", "drain_every", "drain_limit")
 _NOT_IN_CALLS: dict[Literal["save", "load", "enable"], dict[str, str]] = {
     "save": _PROVIDERS

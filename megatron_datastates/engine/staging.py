@@ -33,8 +33,8 @@ _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their ti
 # Options that engines do not read.
 _OF_OTHERS = (
     "lazy", "lazy_delay", "prepared", "read_threads", "compress", "link", "link_from", "on_failure",
-    "while_saving", "fallback", "trust_objects", "providers", "near", "near_keep", "near_replicas",
-    "drain_every", "drain_limit", "report_file",
+    "while_saving", "fallback", "on_damage", "trust_objects", "providers", "near", "near_keep",
+    "near_replicas", "drain_every", "drain_limit", "report_file",
 )  # fmt: skip
 
 

@@ -25,7 +25,13 @@ class MegatronSaveFailedError(SaveFailedError, CheckpointingException):  # type:
 
 
 class MegatronLoadFailedError(LoadFailedError, CheckpointingException):  # type: ignore[misc]
-    """A LoadFailedError that is also a CheckpointingException."""
+    """A LoadFailedError that is also a CheckpointingException.
+
+    Attributes:
+        older: iteration of an undamaged checkpoint that can be loaded instead, as found by all ranks.
+    """
+
+    older: int | None = None
 
 
 class LoadMismatch(MegatronLoadFailedError, MismatchError, CheckpointException):

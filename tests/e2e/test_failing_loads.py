@@ -67,6 +67,37 @@ def test_newest_whole_checkpoint_is_named_with_the_flag_that_resumes_from_it(
     assert older.exists()
 
 
+def test_a_run_that_may_fall_back_resumes_from_the_newest_whole_checkpoint(
+    checkpoints: Checkpoints, pretraining: Pretraining, reference: Reference
+) -> None:
+    flip_bit(checkpoints, 4)
+    flip_bit(checkpoints, 3, rank=0)
+    saving = ["--ckpt-format", "datastates", "--async-save", "--save-interval", "2"]
+    how = [*saving, "--save", str(checkpoints.root), LOOK, "2", "--datastates-on-damage", "fallback"]
+    resumed = pretraining.run(*load(checkpoints, *how, "--exit-interval", "4"))
+    assert "iter_0000002 verifies. It is loaded now (--datastates-on-damage fallback)" in resumed.log
+    assert resumed.resumed_from(reference("tp2")) == 2
+    again = pretraining.run(*load(checkpoints, *how))
+    assert again.resumed_from(resumed) == 4 and "verifies" not in again.log
+    assert checkpoints.tracked() == 6 and {2, 4, 6} <= {*checkpoints.complete()}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ([LOOK, "1"], r"No older checkpoint in .* verifies \(iter_0000003\)\.$"),
+        ([LOOK, "2", "--ckpt-step", "4"], r"resume with --ckpt-step 2\.$"),
+    ],
+)
+def test_a_run_falls_back_only_where_that_is_sure_to_be_meant(
+    how: list[str], said: str, checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    flip_bit(checkpoints, 4)
+    flip_bit(checkpoints, 3, rank=0)
+    outcome = pretraining.fail(*load(checkpoints, *how, "--datastates-on-damage", "fallback"))
+    assert re.search(said, error_of(outcome))
+
+
 def test_no_more_checkpoints_are_verified_than_allowed(
     checkpoints: Checkpoints, pretraining: Pretraining
 ) -> None:

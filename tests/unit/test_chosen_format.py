@@ -441,3 +441,35 @@ def test_each_of_many_ranks_lists_a_run_without_a_look_at_its_checkpoints(
     monkeypatch.undo()
     assert isinstance(error.value.__cause__, NotACheckpointError)
     assert 1 < len(asked) < 5
+
+
+@pytest.mark.parametrize(
+    ("save", "rank", "said"),
+    [
+        ("new/run", 0, ""),
+        ("file/run", 0, "file is no directory"),
+        ("closed/run", 0, "closed is not writable"),
+        ("closed/run", 1, ""),
+    ],
+)
+def test_a_directory_that_takes_no_checkpoints_is_warned_of_before_the_first_save(
+    save: str,
+    rank: int,
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    access = os.access  # as on a file system that is mounted for reading: root may write anywhere else
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed" and access(path, mode))
+    checks.warn_of_save(namespace(save=str(tmp_path / save), rank=rank))
+    assert ("no checkpoint can be saved there now, as " in caplog.text) == bool(said) and said in caplog.text
+
+
+def test_falling_back_needs_a_number_of_checkpoints_to_look_at() -> None:
+    checks.check_fallback(Options(on_damage="fallback", fallback=1))
+    checks.check_fallback(Options(fallback=1))
+    with pytest.raises(OptionError, match=r"^--datastates-on-damage fallback needs --datastates-fallback N"):
+        checks.check_fallback(Options(on_damage="fallback"))

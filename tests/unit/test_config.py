@@ -34,6 +34,7 @@ SETTINGS = {
     "on_failure": ("warn", "warn"),
     "while_saving": ("skip", "skip"),
     "fallback": ("3", 3),
+    "on_damage": ("fallback", "fallback"),
     "near": ("/local/checkpoints", "/local/checkpoints"),
     "near_keep": ("2", 2),
     "near_replicas": ("1", 1),

@@ -40,12 +40,14 @@ def check_arguments(args: Any) -> Options:
     check_object_stores(args)
     check_fsdp(args)
     options = options_of(args)
+    check_fallback(options)
     warn_of_checkpoint_as_run(args)
     warn_of_deadline(args, options)
     warn_of_report_file(args, options)
     warn_of_shared_queue(args)
     if getattr(args, "save", None):
         check_near_options(args, options)
+        warn_of_save(args)
     return options
 
 
@@ -117,6 +119,19 @@ def check_fsdp(args: Any) -> None:
         raise OptionError(
             "--non-persistent-ckpt-type global: with --use-megatron-fsdp, Megatron cannot resume from such "
             "checkpoints. Leave it out, and give a smaller --save-interval"
+        )
+
+
+def check_fallback(options: Options) -> None:
+    """Checks the options for damaged checkpoints.
+
+    Raises:
+        OptionError: an older checkpoint is to be loaded, and none to be looked for.
+    """
+    if options.on_damage == "fallback" and not options.fallback:
+        raise OptionError(
+            "--datastates-on-damage fallback needs --datastates-fallback N, the number of older checkpoints "
+            "that may be verified to find an undamaged one"
         )
 
 
@@ -214,6 +229,21 @@ def warn_of_report_file(args: Any, options: Options) -> None:
     logger.warning(
         "--datastates-report-file %s: no report can be written there now, as %s", options.report_file, reason
     )
+
+
+def warn_of_save(args: Any) -> None:
+    """Logs a warning on rank 0 if no checkpoint could be saved as things are, hours before the first one."""
+    save = path_of(args.save)
+    if getattr(args, "rank", 0) != 0 or is_object(save):
+        return
+    there = next(path for path in (save.absolute(), *save.absolute().parents) if path.exists())
+    if not there.is_dir():
+        reason = f"{there} is no directory"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = f"{there} is not writable"
+    else:
+        return
+    logger.warning("--save %s: no checkpoint can be saved there now, as %s", args.save, reason)
 
 
 def warn_of_checkpoint_as_run(args: Any) -> None:

@@ -1,15 +1,17 @@
 """Loads in Megatron's training loop: they fail on all ranks, and the error says what to do next.
 
-They never load a checkpoint other than the requested one.
+They load no checkpoint other than the requested one, unless that is damaged and the option `on_damage` asks
+for an older one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -33,6 +35,9 @@ from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
 
+if TYPE_CHECKING:
+    from megatron_datastates.mcore.errors import MegatronLoadFailedError
+
 logger = logging.getLogger(__name__)
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
 _WITHOUT_MAP = (
@@ -53,45 +58,78 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = Parameters(original)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-        from torch.distributed.checkpoint.api import CheckpointException
+        from megatron.training.checkpointing import print_rank_0
 
-        from megatron_datastates.mcore.errors import MegatronLoadFailedError, ours_within
+        from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
         FENCE.wait("a load")
         purpose = parameters.of_call(args, kwargs).get("load_arg", "load")
-        facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _has_resumed(purpose)}
+        load = functools.partial(_load, functools.partial(original, *args, **kwargs), purpose)
         _expect_loader(purpose)
         _recover_newest(purpose)
         _require_chosen(purpose)
-        with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
-            try:
-                with _shards_at_once():
-                    result = original(*args, **kwargs)
-                if _has_resumed(purpose):
-                    _restore_after_dcp(load)
-                    note_load(load.directory, result, _manifest_of(load))
-                _require_loader()
-                return result
-            except CheckpointingException as error:
-                if not is_caused_by_damage(error) or not _all_ranks_are_here(load):
-                    raise
-                raise MegatronLoadFailedError(f"{_sentence(error)} {_advice(load)}") from error.__cause__
-            except CheckpointException as error:  # of a load that DCP makes (Megatron-FSDP), on all ranks
-                cause = ours_within(error)
-                if cause is None:
-                    raise
-                text = f"{_sentence(cause)} {_advice(load)}" if is_of_files(cause) else str(cause)
-                raise MegatronLoadFailedError(text) from cause
-            except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
-                if _REFUSAL not in str(error):
-                    raise
-                more = _LOCAL if load.directory is None else _WITHOUT_MAP.format(load.directory)
-                raise RuntimeError(f"{error} {more}") from error
-            finally:
-                forget()  # or the checkpoint's index would stay in memory while the run trains
+        try:
+            return load()
+        except MegatronLoadFailedError as error:
+            if error.older is None:
+                raise
+            older = error.older
+            print_rank_0(f"  datastates: {error} It is loaded now (--datastates-on-damage fallback)")
+        # Out of the handler, so that nothing refers to what the failed load has made. What it has filled is
+        # filled again.
+        with _chosen(older):
+            return load()
 
     return load_checkpoint
+
+
+def _load(original: Callable[[], Any], purpose: str) -> Any:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_datastates.mcore.errors import MegatronLoadFailedError, ours_within
+
+    facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _has_resumed(purpose)}
+    with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
+        try:
+            with _shards_at_once():
+                result = original()
+            if _has_resumed(purpose):
+                _restore_after_dcp(load)
+                note_load(load.directory, result, _manifest_of(load))
+            _require_loader()
+            return result
+        except CheckpointingException as error:
+            if not is_caused_by_damage(error) or not _all_ranks_are_here(load):
+                raise
+            raise _damage_error(error, load, purpose) from error.__cause__
+        except CheckpointException as error:  # of a load that DCP makes (Megatron-FSDP), on all ranks
+            cause = ours_within(error)
+            if cause is None:
+                raise
+            if not is_of_files(cause):
+                raise MegatronLoadFailedError(str(cause)) from cause
+            raise _damage_error(cause, load, purpose) from cause
+        except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
+            if _REFUSAL not in str(error):
+                raise
+            more = _LOCAL if load.directory is None else _WITHOUT_MAP.format(load.directory)
+            raise RuntimeError(f"{error} {more}") from error
+        finally:
+            forget()  # or the checkpoint's index would stay in memory while the run trains
+
+
+@contextlib.contextmanager
+def _chosen(iteration: int) -> Iterator[None]:
+    """Lets Megatron load an iteration, as if the argument --ckpt-step named it."""
+    from megatron.training.checkpointing import get_args
+
+    args = get_args()
+    before, args.ckpt_step = args.ckpt_step, iteration
+    try:
+        yield
+    finally:
+        args.ckpt_step = before
 
 
 def _shards_at_once() -> contextlib.AbstractContextManager[None]:
@@ -388,13 +426,21 @@ def _has_layers_of_a_gpt(pattern: str) -> bool:
         return False
 
 
-def _sentence(error: object) -> str:
-    """Returns the text of an error with a full stop, after which advice can follow."""
-    return f"{str(error).removesuffix('.')}."
+def _damage_error(damage: Exception, load: state.Load, purpose: str) -> MegatronLoadFailedError:
+    """Returns the error of a load that met damage, with what the user can do.
+
+    Collective if the ranks search for an older checkpoint.
+    """
+    from megatron_datastates.mcore.errors import MegatronLoadFailedError
+
+    advice, older = _advice(load, purpose)
+    error = MegatronLoadFailedError(f"{str(damage).removesuffix('.')}. {advice}")
+    error.older = older
+    return error
 
 
-def _advice(load: state.Load) -> str:
-    """Returns what the user can do. Collective if the ranks search for an older checkpoint."""
+def _advice(load: state.Load, purpose: str) -> tuple[str, int | None]:
+    """Returns what the user can do, and an iteration to load instead. Collective if the ranks search."""
     from megatron.training.checkpointing import get_args
 
     from megatron_datastates.pipeline.publishing.collectives import Collectives
@@ -406,26 +452,29 @@ def _advice(load: state.Load) -> str:
         return (
             f"The tracker {root / TRACKER_NAME} says release, so that --ckpt-step chooses nothing: to "
             "load another checkpoint there, write its iteration into that file."
-        )
+        ), None
     options, collectives = _options(), Collectives()
     most = collectives.share_from_first(options.fallback)
     if most == 0:
         return (
             "Start again with --datastates-fallback N to find the newest undamaged one of the N checkpoints "
             "before it; --ckpt-step loads that one."
-        )
+        ), None
     found = find_older_checkpoint(directory, root, most, collectives, options)
     other = _other_format(root, found.other)
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
-        return f"No older checkpoint in {root} verifies ({looked}).{other}"
+        return f"No older checkpoint in {root} verifies ({looked}).{other}", None
     first = " --no-load-optim, as its optimizer's state was removed" if found.is_without_optimizer else ""
     if getattr(args, "non_persistent_ckpt_type", None) is not None:
         first += ", without --non-persistent-ckpt-type, which would load a newer one"
+    name = iteration_name(found.iteration)
     how = "verifies" if found.has_checksums else "is complete, but its data has no checksums to verify"
-    return (
-        f"{iteration_name(found.iteration)} {how}: resume with --ckpt-step {found.iteration}{first}.{other}"
-    )
+    is_chosen = not _is_resume(purpose) or bool(getattr(args, "ckpt_step", None))
+    is_sure = found.has_checksums and not (first or other or is_chosen)
+    if collectives.share_from_first(int(options.on_damage == "fallback" and is_sure)):
+        return f"{name} verifies.", found.iteration
+    return f"{name} {how}: resume with --ckpt-step {found.iteration}{first}.{other}", None
 
 
 def _other_format(root: Path, iteration: int | None) -> str:
