@@ -27,9 +27,9 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     say,
     say_as_is,
-    size_text,
 )
 from megatron_datastates.errors import MismatchError, OptionError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,9 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     require_directory,
     say,
-    size_text,
 )
 from megatron_datastates.errors import OptionError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -28,9 +28,9 @@ from megatron_datastates.cli.shared import (
     parse_size,
     print_json,
     say,
-    size_text,
 )
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source

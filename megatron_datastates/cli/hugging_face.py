@@ -26,11 +26,11 @@ from megatron_datastates.cli.shared import (
     require_directory,
     say,
     say_as_is,
-    size_text,
 )
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.hf.source import HuggingFaceSource

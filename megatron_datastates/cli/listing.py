@@ -20,10 +20,10 @@ from megatron_datastates.cli.shared import (
     require_directory,
     run_argument,
     say,
-    size_text,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, some_of
 from megatron_datastates.pipeline.near.places import Holding, near_iterations, near_root, near_run
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.look import Look

@@ -21,7 +21,6 @@ from megatron_datastates.cli.shared import (
     print_json,
     say,
     say_rows,
-    size_text,
 )
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.memory import POOL_SHARE
@@ -35,6 +34,7 @@ from megatron_datastates.sizing.planning import (
     plan_parameters,
     precision_of,
 )
+from megatron_datastates.units import size_text
 
 _POSITIVE = click.IntRange(min=1)
 _SHORTEST, _LONGEST = 1e-6, 1e9  # seconds of an iteration

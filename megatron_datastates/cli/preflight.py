@@ -27,9 +27,9 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     say,
     say_rows,
-    size_text,
 )
 from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.preflight.run import Result

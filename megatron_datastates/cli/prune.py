@@ -18,11 +18,11 @@ from megatron_datastates.cli.shared import (
     require_directory,
     run_argument,
     say,
-    size_text,
 )
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.runs.runs import Iteration

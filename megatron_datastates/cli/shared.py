@@ -288,15 +288,6 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size_text(count: int) -> str:
-    """Formats a number of bytes in three digits: `1.50 GB`. Units are powers of 1000, as in `2GB/s`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        size = count / scale
-        if size >= 0.9995:  # 999,960 B are 1.00 MB, not 1000 kB
-            return f"{size:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
-    return f"{count} B"
-
-
 def parallelism_text(sizes: Mapping[str, int]) -> str:
     """Formats sizes of parallel groups, such as `TP8 PP4`; those of one rank are left out."""
     return " ".join(f"{_GROUPS.get(name, name)}{size}" for name, size in sizes.items() if size > 1)

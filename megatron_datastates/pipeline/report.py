@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.shares import provider_shares
+from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 5.0  # for a file that hangs, once
@@ -244,8 +245,3 @@ def _rank_statistics(records: npt.NDArray[np.void]) -> dict[str, dict[str, float
                 "slowest_rank": int(records["rank"][values.argmax()]),
             }
     return statistics
-
-
-def milliseconds(seconds: float) -> float:
-    """Returns seconds as milliseconds, rounded to microseconds."""
-    return round(seconds * 1000, 3)

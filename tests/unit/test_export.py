@@ -266,7 +266,7 @@ def test_too_little_space_is_seen_before_anything_is_written(checkpoint, tmp_pat
 
     monkeypatch.setattr(targets.shutil, "disk_usage", lambda path: Usage)
     monkeypatch.setattr(DataStatesSource, "read_tensor", None)
-    assert "MB are needed: free some" in refused(tmp_path, checkpoint, tmp_path / "out")
+    assert "has 100 B free, and 811 B are needed: free some" in refused(tmp_path, checkpoint, tmp_path / "out")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])

@@ -294,7 +294,7 @@ def test_little_room_is_not_rounded_to_none(tmp_path: Path, monkeypatch: pytest.
     facts = type("", (), {"f_bavail": 30, "f_frsize": 4096})
     monkeypatch.setattr(os, "statvfs", lambda path: facts)
     text = storage.file_system(tmp_path, 2 << 20).text
-    assert "0.00012 GB free: expected 0.0021 GB" in text
+    assert "123 kB free: expected 2.10 MB" in text
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.5, Verdict.NOTE), (3.5, Verdict.FAILED)])

@@ -40,6 +40,7 @@ from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.runs.runs import is_complete, read_tracked, tracked_iteration
 from megatron_datastates.pipeline.saving.background import Answers
 from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 5.0  # for --save, once
@@ -305,7 +306,7 @@ def _report_of(publication: Publication, copied: Copied) -> dict[str, Any]:
         "error": error or None,
         "incomplete_ranks": incomplete,
         "started_at": round(copied.started_at, 3),
-        "copying_ms": round(copied.seconds * 1000, 3),
+        "copying_ms": milliseconds(copied.seconds),
         "partners": copied.origins,
         "files": copied.files,
         "bytes": copied.bytes,
