@@ -37,10 +37,15 @@ _MIN_AGE_MINUTES = 60.0
 @click.option(
     "--keep-last",
     metavar="N",
-    type=int,
+    type=click.IntRange(min=1),
     help="Keep the N newest complete checkpoints; after a rollback, prefer those saved since.",
 )
-@click.option("--keep-every", metavar="N", type=int, help="Keep every iteration that is a multiple of N.")
+@click.option(
+    "--keep-every",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Keep every iteration that is a multiple of N.",
+)
 @click.option(
     "--drop-optimizer",
     is_flag=True,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 import click
 
 from megatron_datastates.config import MIB, parse_bytes
+from megatron_datastates.convert.limits import LEAST_MEMORY_BYTES
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -32,6 +33,7 @@ from megatron_datastates.errors import (
     printable,
 )
 from megatron_datastates.files import is_object, path_of, require_utf8
+from megatron_datastates.format.directory import BACKEND, TORCH_DIST
 from megatron_datastates.pipeline.runs.run_folders import choose_checkpoint
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "expert": "EP"}
-_LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
 def placed(directory: str | os.PathLike[str]) -> Path:
@@ -100,6 +101,27 @@ class _CheckedPath(click.Path):
         return self._check(placed(value))
 
 
+class Size(click.ParamType):  # type: ignore[type-arg] # generic since release 8.5 of click
+    """A size such as `512MiB`, in bytes."""
+
+    name = "size"
+
+    def __init__(self, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            size = parse_bytes(value)
+        except ValueError as error:
+            self.fail(f"{value}: {error}", param, ctx)
+        if size < self.least_bytes:
+            least = f"{self.least_bytes // MIB}MiB" if self.least_bytes >= MIB else f"{self.least_bytes}B"
+            self.fail(f"{value}: expected at least {least}", param, ctx)
+        return size
+
+
+FORMATS = click.Choice([BACKEND, TORCH_DIST])  # that checkpoints are written in
+
 PATH = _CheckedPath(local)
 PLACED = _CheckedPath()
 READABLE = _CheckedPath(readable)
@@ -135,11 +157,20 @@ keys_option = click.option(
     help="Only tensors whose key matches this shell pattern (*, ?, [..]), as stored or with a layer's "
     "number (decoder.layers.3.*); may be given several times.",
 )
+MEMORY = Size(MIB)  # with less, a tensor would be read in a vast number of tiny pieces
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
+    type=MEMORY,
     default="1GiB",
     help="Tensor data to hold in memory at a time, at least 1MiB.",
+)
+conversion_memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    type=Size(LEAST_MEMORY_BYTES),
+    default="2GiB",
+    help=f"Memory for data in each process, at least {LEAST_MEMORY_BYTES // MIB}MiB.",
 )
 
 
@@ -352,19 +383,3 @@ def reported_errors(code: int | None = None) -> Iterator[None]:
         yield
     except (DataStatesError, OSError) as error:
         cannot(error, code)
-
-
-def parse_size(option: str, text: str) -> int:
-    """Reads the size given to `option`; returns bytes. Raises OptionError."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise OptionError(f"{option} {text}: {error}") from None
-
-
-def parse_memory(text: str) -> int:
-    """Reads the size given to --memory; returns bytes. Raises OptionError."""
-    size = parse_size("--memory", text)
-    if size < _LEAST_MEMORY_BYTES:
-        raise OptionError(f"--memory {text}: expected at least {_LEAST_MEMORY_BYTES // MIB}MiB")
-    return size

@@ -259,7 +259,7 @@ def test_a_directory_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("size", ["1KiB", "many"])
 def test_a_size_that_makes_no_sense_is_refused(tmp_path: Path, size: str) -> None:
     code, _, reported = run("preflight", tmp_path, "--size", size)
-    assert code == 2 and f"--size {size}" in reported
+    assert code == 2 and f"'--size': {size}: expected" in reported
     assert run("preflight", "msc://profile/run")[0] == 2
 
 
