@@ -166,8 +166,8 @@ def _print(looks: list[Look]) -> None:
 
 def _print_tracker(root: Path, looks: list[Look]) -> None:
     from megatron_datastates.format.directory import TRACKER_NAME
-    from megatron_datastates.pipeline.runs.run_folders import tracked_name
     from megatron_datastates.pipeline.runs.runs import has_file
+    from megatron_datastates.pipeline.runs.tracker import tracked_name
 
     try:
         name = tracked_name(root)

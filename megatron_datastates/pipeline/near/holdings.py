@@ -41,12 +41,8 @@ from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
 from megatron_datastates.pipeline.runs.branches import Point, point_in, point_of
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, Job, jobs_in
-from megatron_datastates.pipeline.runs.runs import (
-    complete_in,
-    is_published,
-    is_there,
-    require_tracked,
-)
+from megatron_datastates.pipeline.runs.runs import complete_in, is_published, is_there
+from megatron_datastates.pipeline.runs.tracker import require_tracked
 
 logger = logging.getLogger(__name__)
 

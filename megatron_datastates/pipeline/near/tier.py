@@ -37,7 +37,8 @@ from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_na
 from megatron_datastates.pipeline.near.share import NearPlace
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
-from megatron_datastates.pipeline.runs.runs import is_complete, read_tracked, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete
+from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration
 from megatron_datastates.pipeline.saving.background import Answers
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.units import milliseconds
