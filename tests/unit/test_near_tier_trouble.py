@@ -30,15 +30,10 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, publish_queue, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import (
-    manifest_in,
-    near_folder,
-    published_in,
-    remove_saves,
-    save_ids_in,
-)
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, published_in, save_ids_in
 from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.near.recovery import recover_newest
+from megatron_datastates.pipeline.near.removal import remove_saves
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher

@@ -37,7 +37,8 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.near.copying import is_unread, why_not_whole
-from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
+from megatron_datastates.pipeline.near.nodes import nodes_in
+from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.runs.branches import Point, point_in, point_of
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, Job, jobs_in

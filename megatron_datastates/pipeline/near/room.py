@@ -21,7 +21,8 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import published_in, remove_saves, save_ids_in
+from megatron_datastates.pipeline.near.places import published_in, save_ids_in
+from megatron_datastates.pipeline.near.removal import remove_saves
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from megatron_datastates.pipeline.near.places import (
     near_run,
     node_of,
     occupied_bytes,
-    remove_earlier,
     warn_if_shared,
 )
+from megatron_datastates.pipeline.near.removal import remove_earlier
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
 from megatron_datastates.pipeline.near.share import NearPlace
 from megatron_datastates.pipeline.publication import Outcome, Publication
