@@ -94,7 +94,7 @@ def prune(
     \b
     Example: datastates prune runs/gpt --keep-last 3 --drop-optimizer --yes
     """
-    from megatron_datastates.cli.weights import drop_all, finish_drops
+    from megatron_datastates.cli.drop_optimizer import drop_all, finish_drops
     from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
     from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune

@@ -89,7 +89,7 @@ class Reporter:
         return all(one.join(deadline - time.monotonic()) for one in tuple(self._writers))
 
     def _await_file(self) -> None:
-        """Waits until all reports are written, but not for ever: all ranks would wait for this one."""
+        """Waits until all reports are written, but not forever: all ranks would wait for this one."""
         hangs = not self.flush(0.0 if self._hangs else _PATIENCE_SECONDS)
         if hangs and not self._hangs:
             logger.warning("%s hangs: the last reports are not written yet", self._path or "the log")

@@ -102,7 +102,7 @@ def test_what_an_earlier_job_left_goes_with_the_only_save_of_the_next_one(
 def test_what_is_left_of_a_removal_that_was_killed_is_known_to_be_an_earlier_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would stay for ever, if only files without a save id were left."""
+    """It would stay forever, if only files without a save id were left."""
     nodes, folder, unlink = killed(tmp_path), tmp_path / "iter_0000003", Path.unlink
     saves, lengths = save_ids_in(nodes.near(0, 3)), list[int]()
     while not lengths or lengths[-1]:

@@ -61,7 +61,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """What the run's directory says; rank 0 alone asks. The others only look whether they can read there."""
+    """What the run's directory says; rank 0 alone asks. The others only check whether they can read there."""
 
     tracked: int | None = None  # iteration that would be resumed from
     point: Point | None = None  # the same in the history of the run; None if it is not known

@@ -41,7 +41,7 @@ class Room:
         self._has_published = False  # this job, near or far. Threads set it, and never take it back
 
     def begin(self, save: NearSave) -> None:
-        """Takes note of a save that was just published near."""
+        """Notes a save that was just published near."""
         self.note_published()
         if save.near is not None:
             self._earlier_jobs.begin(save.near.parent, save.save_id.run_id)
@@ -56,7 +56,7 @@ class Room:
         self._earlier_jobs.is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
-        """Takes note of a failed save: its files in this folder go, once another one is published.
+        """Notes a failed save: its files in this folder go, once another one is published.
 
         Args:
             withdraw: waits until the save stores nothing more there, and returns the manifest that was there

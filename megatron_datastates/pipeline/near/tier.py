@@ -106,7 +106,7 @@ class NearTier:
                     warn_if_shared(self.root)
             place = NearPlace(self._node, host_name())
             publication.publisher.place = place
-            if self._is_behind(directory):
+            if self._is_rolled_back(directory):
                 return None
             folder = self._run_folder(directory) / directory.name
             lack = self._lack_of_room(publication.save.context, folder, wanted_bytes)
@@ -176,7 +176,7 @@ class NearTier:
             for publication, folder, size in self._begun
         )
 
-    def _is_behind(self, checkpoint: Path) -> bool:
+    def _is_rolled_back(self, checkpoint: Path) -> bool:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
 
         A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it. An
@@ -207,7 +207,7 @@ class NearTier:
         self._is_warned = True
 
     def on_end(self, publication: Publication) -> None:
-        """Takes note of a save that is over."""
+        """Notes a save that is over."""
         context, publisher = publication.save.context, publication.publisher
         near = publisher.near
         if self.replicas is not None:
