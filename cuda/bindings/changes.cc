@@ -94,7 +94,7 @@ void WatchDictionary(nanobind::handle dictionary) { Watch(dictionary, &watcher_o
 void WatchAttributes(nanobind::handle dictionary) { Watch(dictionary, &watcher_of_attributes); }
 
 void WatchName(nanobind::handle interned) {
-  if (names.insert(interned.ptr()).second) interned.inc_ref();  // for ever: a program has some hundreds
+  if (names.insert(interned.ptr()).second) interned.inc_ref();  // forever: a program has some hundreds
 }
 
 #else

@@ -12,7 +12,7 @@ namespace datastates {
 
 constexpr uint64_t kUnknownChanges = 0;
 
-// Increases with every change that may matter; kUnknownChanges, for ever, where Python does not report them.
+// Increases with every change that may matter; kUnknownChanges, forever, where Python does not report them.
 uint64_t ChangeCount();
 
 // Watches a dictionary, as long as it exists: counts every change.

@@ -65,7 +65,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   // -- the trainer's thread and the finishing thread --------------------------------------------------------
 
-  // In a forked child, where a thread that does not exist may hold a lock for ever, none of these takes one:
+  // In a forked child, where a thread that does not exist may hold a lock forever, none of these takes one:
   // there the save has failed, every wait returns, and nothing else happens.
 
   // Returns whether the milestone was reached within that time.

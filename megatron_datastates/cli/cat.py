@@ -27,9 +27,9 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     say,
     say_as_is,
-    size_text,
 )
 from megatron_datastates.errors import MismatchError, OptionError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _MOST_PRINTED = 1 << 20  # elements of a tensor, values of an object
 _DEEPEST = 1000  # level of an object that is looked at; Python's own limit is near
-_DTYPES = ("float32", "float64")
 
 
 # A slice may begin with a minus sign, and must not be taken for an option.
@@ -63,8 +62,7 @@ _DTYPES = ("float32", "float64")
     "--as",
     "dtype",
     metavar="DTYPE",
-    default="",
-    show_default=False,
+    type=click.Choice(["float32", "float64"]),
     help="Convert the elements to float32 or float64.",
 )
 @iteration_option
@@ -74,7 +72,7 @@ def cat(
     key: str,
     part: str,
     target: Path | None,
-    dtype: str,
+    dtype: str | None,
     iteration: int | None,
     as_json: bool,
 ) -> None:
@@ -111,11 +109,9 @@ def cat(
             _print_tensor(source, content, wanted, wanted_dtype, as_json)
 
 
-def _dtype(name: str) -> torch.dtype | None:
-    if not name:
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
         return None
-    if name not in _DTYPES:
-        raise OptionError(f"--as: expected float32 or float64, not {name!r}")
     import torch
 
     return torch.float32 if name == "float32" else torch.float64

@@ -13,22 +13,23 @@ import click
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
+    FORMATS,
     READABLE,
     argument,
     checkpoint_of,
+    conversion_memory_option,
     counted,
     iteration_option,
     json_option,
     note,
-    parse_size,
     print_json,
     progress_bar,
     reported_errors,
     require_directory,
     say,
-    size_text,
 )
 from megatron_datastates.errors import OptionError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -57,8 +58,7 @@ _REFRESHED_EVERY_SECONDS = 0.2
 @click.option(
     "--to",
     metavar="FORMAT",
-    default="",
-    show_default=False,
+    type=FORMATS,
     help="datastates or torch_dist (default: the other one; in object stores datastates).",
 )
 @click.option("--all", "every", is_flag=True, help="Convert every checkpoint of the run that TARGET lacks.")
@@ -68,9 +68,7 @@ _REFRESHED_EVERY_SECONDS = 0.2
     type=click.IntRange(min=1),
     help="Write N data files (default: one per rank of the source).",
 )
-@click.option(
-    "--memory", metavar="SIZE", default="2GiB", help="Memory for data in each process, such as 512MiB."
-)
+@conversion_memory_option
 @click.option(
     "--workers",
     metavar="N",
@@ -86,8 +84,7 @@ _REFRESHED_EVERY_SECONDS = 0.2
 @click.option(
     "--optimizer",
     metavar="LAYOUT",
-    default="",
-    show_default=False,
+    type=click.Choice(["fully-reshardable"]),
     help="fully-reshardable: write optimizer state by parameter, which stock Megatron loads into other "
     "parallel layouts, but not with expert parallelism where there was none, or the reverse (default: as it "
     "is stored).",
@@ -97,13 +94,13 @@ _REFRESHED_EVERY_SECONDS = 0.2
 def convert(
     source: Path,
     target: Path,
-    to: str,
+    to: str | None,
     every: bool,
     ranks: int | None,
-    memory: str,
+    memory: int,
     workers: int | None,
     verify: bool,
-    optimizer: str,
+    optimizer: str | None,
     iteration: int | None,
     as_json: bool,
 ) -> None:
@@ -143,8 +140,8 @@ def convert(
         from megatron_datastates.convert.run import ConversionRequest
         from megatron_datastates.convert.team import team_of_torchrun
 
-        limits = Limits(parse_size("--memory", memory), workers or 0)
-        request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
+        limits = Limits(memory, workers or 0)
+        request = ConversionRequest(to or "", ranks or 0, verify, limits, optimizer or "")
         with team_of_torchrun() as team:
             failed = (_convert_run if every else _convert_one)(source, target, request, team, as_json)
     raise click.exceptions.Exit(1 if failed else 0)

@@ -22,7 +22,6 @@ from megatron_datastates.cli.shared import (
     json_option,
     keys_option,
     memory_option,
-    parse_memory,
     print_json,
     reported_errors,
     require_plot,
@@ -54,7 +53,7 @@ def diff(
     second: Path,
     keys: Sequence[str],
     plot: Path | None,
-    memory: str,
+    memory: int,
     iteration: int | None,
     as_json: bool,
 ) -> None:
@@ -79,11 +78,10 @@ def diff(
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
     with reported_errors():
-        memory_bytes = parse_memory(memory)
         if plot is not None:
             require_plot(plot)
         paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
-        found = _compare(*paths, keys, memory_bytes)
+        found = _compare(*paths, keys, memory)
     if as_json:
         print_json(_as_json(found))
     else:

@@ -14,6 +14,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     PLACED,
+    Size,
     advancing,
     any_format_argument,
     argument,
@@ -24,13 +25,12 @@ from megatron_datastates.cli.shared import (
     json_option,
     keys_option,
     memory_option,
-    parse_memory,
-    parse_size,
     print_json,
     say,
-    size_text,
 )
-from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
+from megatron_datastates.convert.hf import FLOATS
+from megatron_datastates.errors import CorruptDataError, DataStatesError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.sources.source import Source
@@ -48,15 +48,18 @@ if TYPE_CHECKING:
     "--stacked", is_flag=True, help="Keep layers that are stored as one stacked tensor in one tensor."
 )
 @click.option(
-    "--max-shard-size", metavar="SIZE", default="5GB", help="Largest size of one file, such as 2GB."
+    "--max-shard-size",
+    metavar="SIZE",
+    type=Size(1),
+    default="5GB",
+    help="Largest size of one file, such as 2GB.",
 )
 @memory_option
 @click.option("--hf", is_flag=True, help="Write a folder that Hugging Face's transformers loads.")
 @click.option(
     "--dtype",
     metavar="DTYPE",
-    default="",
-    show_default=False,
+    type=click.Choice(FLOATS),
     help="With --hf: convert to float32, bfloat16 or float16 (default: as stored).",
 )
 @click.option(
@@ -75,10 +78,10 @@ def export(
     target: Path,
     keys: Sequence[str],
     stacked: bool,
-    max_shard_size: str,
-    memory: str,
+    max_shard_size: int,
+    memory: int,
     hf: bool,
-    dtype: str,
+    dtype: str | None,
     vocab_size: int | None,
     tokenizer: Path | None,
     iteration: int | None,
@@ -106,11 +109,8 @@ def export(
     """
     try:
         directory = checkpoint_of(directory, iteration)
-        shard_bytes = parse_size("--max-shard-size", max_shard_size)
-        if shard_bytes < 1:
-            raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
         if hf or dtype or vocab_size or tokenizer:
-            wanted = Wanted(dtype, vocab_size or 0, tokenizer, shard_bytes, memory, as_json)
+            wanted = Wanted(dtype or "", vocab_size or 0, tokenizer, max_shard_size, memory, as_json)
             export_to_hugging_face(directory, target, wanted, possible=hf and not (keys or stacked))
             return
         from megatron_datastates.convert.open import open_source
@@ -124,8 +124,8 @@ def export(
                 source,
                 target,
                 weights,
-                shard_bytes=shard_bytes,
-                memory_bytes=parse_memory(memory),
+                shard_bytes=max_shard_size,
+                memory_bytes=memory,
                 progress=progress,
             )
     except CorruptDataError as error:

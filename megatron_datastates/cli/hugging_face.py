@@ -12,25 +12,26 @@ import click
 
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
+    FORMATS,
     LOCAL_READABLE,
     READABLE,
     advancing,
     argument,
+    conversion_memory_option,
     counted,
     json_option,
     note,
-    parse_memory,
     print_json,
     progress_bar,
     reported_errors,
     require_directory,
     say,
     say_as_is,
-    size_text,
 )
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.hf.source import HuggingFaceSource
@@ -46,7 +47,7 @@ class Wanted:
     vocab_size: int
     tokenizer: Path | None
     shard_bytes: int  # of a file, at most
-    memory: str
+    memory_bytes: int
     as_json: bool
 
 
@@ -72,7 +73,7 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
             model,
             tokenizer=wanted.tokenizer,
             shard_bytes=wanted.shard_bytes,
-            memory_bytes=parse_memory(wanted.memory),
+            memory_bytes=wanted.memory_bytes,
             progress=progress,
         )
     family = model.family
@@ -99,17 +100,18 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
     type=READABLE,
     help="Directory of the run to start, or msc://PROFILE/PATH, as given to --load.",
 )
-@click.option("--to", metavar="FORMAT", default=BACKEND, help="datastates or torch_dist.")
+@click.option("--to", metavar="FORMAT", type=FORMATS, default=BACKEND, help="datastates or torch_dist.")
 @click.option(
     "--transformer-impl",
     metavar="NAME",
+    type=click.Choice([TRANSFORMER_ENGINE, LOCAL]),
     default=TRANSFORMER_ENGINE,
     help="As in the training run: transformer_engine or local.",
 )
-@click.option("--memory", metavar="SIZE", default="2GiB", help="Memory for data, such as 512MiB.")
+@conversion_memory_option
 @json_option
 def import_hugging_face(
-    source: Path, target: Path, to: str, transformer_impl: str, memory: str, as_json: bool
+    source: Path, target: Path, to: str, transformer_impl: str, memory: int, as_json: bool
 ) -> None:
     """Start a training from a Hugging Face model folder.
 
@@ -129,25 +131,20 @@ def import_hugging_face(
     from megatron_datastates.convert.hf.source import HuggingFaceSource
     from megatron_datastates.convert.limits import Limits
 
-    with reported_errors(2):
-        if transformer_impl not in (LOCAL, TRANSFORMER_ENGINE):
-            raise OptionError(
-                f"--transformer-impl {transformer_impl}: expected {TRANSFORMER_ENGINE} or {LOCAL}"
-            )
-        with (
-            contextlib.closing(HuggingFaceSource(source, transformer_impl)) as opened,
-            progress_bar("importing") as progress,
-        ):
-            flags = command_line(opened.arguments)
-            if transformer_impl == LOCAL:  # not Megatron's default, and the weights have its keys
-                flags.append(f"--transformer-impl {LOCAL}")
+    with (
+        reported_errors(2),
+        contextlib.closing(HuggingFaceSource(source, transformer_impl)) as opened,
+        progress_bar("importing") as progress,
+    ):
+        flags = command_line(opened.arguments)
+        if transformer_impl == LOCAL:  # not Megatron's default, and the weights have its keys
+            flags.append(f"--transformer-impl {LOCAL}")
 
-            def start(plan: Plan) -> Progress:
-                task = progress.add_task("", total=sum(plan.file_bytes))
-                return lambda done: progress.advance(task, done)
+        def start(plan: Plan) -> Progress:
+            task = progress.add_task("", total=sum(plan.file_bytes))
+            return lambda done: progress.advance(task, done)
 
-            limits = Limits(parse_memory(memory))
-            plan = import_model(opened, target, format=to, limits=limits, start=start)
+        plan = import_model(opened, target, format=to, limits=Limits(memory), start=start)
     _print_imported(plan, flags, opened, as_json)
 
 

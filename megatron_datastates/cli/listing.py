@@ -20,10 +20,11 @@ from megatron_datastates.cli.shared import (
     require_directory,
     run_argument,
     say,
-    size_text,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, some_of
-from megatron_datastates.pipeline.near.places import Holding, near_iterations, near_root, near_run
+from megatron_datastates.pipeline.near.listing import NearCheckpoint, near_iterations
+from megatron_datastates.pipeline.near.places import near_root, near_run
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.look import Look
@@ -102,7 +103,7 @@ def _plain(look: Look) -> dict[str, Any]:
     }
 
 
-def _only_near(root: Path, held: Mapping[int, Holding], looks: list[Look]) -> list[Look]:
+def _only_near(root: Path, held: Mapping[int, NearCheckpoint], looks: list[Look]) -> list[Look]:
     """Returns a look at each iteration of the near tier that the run's directory has nothing of."""
     from megatron_datastates.convert.look import UNFINISHED, Look
     from megatron_datastates.format.directory import iteration_name
@@ -114,7 +115,7 @@ def _only_near(root: Path, held: Mapping[int, Holding], looks: list[Look]) -> li
     ]
 
 
-def _near_files(look: Look, held: Mapping[int, Holding]) -> dict[str, Any]:
+def _near_files(look: Look, held: Mapping[int, NearCheckpoint]) -> dict[str, Any]:
     holding = held.get(look.iteration) if look.iteration is not None else None
     if holding is None:
         return {"near_files": 0, "near_copies": 0, "near_nodes": []}
@@ -125,15 +126,15 @@ def _near_files(look: Look, held: Mapping[int, Holding]) -> dict[str, Any]:
     }
 
 
-def _print_near(near: Path, held: Mapping[int, Holding], looks: list[Look]) -> None:
+def _print_near(near: Path, held: Mapping[int, NearCheckpoint], looks: list[Look]) -> None:
     say(f"In the near tier {near} of this node:" if held else f"The near tier {near} has nothing of this run")
     complete = {look.iteration for look in looks if look.state == "complete"}
     for iteration, holding in held.items():
         where = "" if iteration in complete else "; not in the directory of the run yet"
-        say(f"  iteration {iteration}: {_holding_text(holding)}{where}")
+        say(f"  iteration {iteration}: {_near_text(holding)}{where}")
 
 
-def _holding_text(holding: Holding) -> str:
+def _near_text(holding: NearCheckpoint) -> str:
     text = counted(holding.files, "data file")
     if not holding.has_manifest:
         text += ", and a manifest that cannot be read"
@@ -166,8 +167,8 @@ def _print(looks: list[Look]) -> None:
 
 def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
     from megatron_datastates.format.directory import TRACKER_NAME
-    from megatron_datastates.pipeline.runs.run_folders import tracked_name
     from megatron_datastates.pipeline.runs.runs import has_file
+    from megatron_datastates.pipeline.runs.tracker import tracked_name
 
     try:
         name = tracked_name(root)

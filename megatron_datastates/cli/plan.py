@@ -17,15 +17,14 @@ from megatron_datastates.cli.shared import (
     cannot,
     counted,
     json_option,
-    parse_size,
     print_json,
     say,
     say_rows,
-    size_text,
 )
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.memory import POOL_SHARE
 from megatron_datastates.errors import DataStatesError, OptionError, some_of
+from megatron_datastates.option_text import parse_bytes
 from megatron_datastates.sizing.arguments import Arguments, flags_in, read_arguments
 from megatron_datastates.sizing.planning import (
     Grid,
@@ -35,6 +34,7 @@ from megatron_datastates.sizing.planning import (
     plan_parameters,
     precision_of,
 )
+from megatron_datastates.units import size_text
 
 _POSITIVE = click.IntRange(min=1)
 _SHORTEST, _LONGEST = 1e-6, 1e9  # seconds of an iteration
@@ -87,7 +87,7 @@ class _Plan(click.Command):
 @click.option("--rate", metavar="RATE", default="2GB/s", help="Write rate of the storage, such as 2GB/s.")
 @click.option(
     "--rate-per",
-    metavar="rank|node|all",
+    type=click.Choice(["rank", "node", "all"]),
     default="node",
     help="Whether --rate is that of a rank, of a node, or of all nodes together.",
 )
@@ -141,8 +141,6 @@ def plan(
         source = click.get_current_context().get_parameter_source("rate")
         is_given = source is not click.core.ParameterSource.DEFAULT
         storage = Storage(_rate("--rate", rate), rate_per, ranks_per_node, is_given)
-        if rate_per not in ("rank", "node", "all"):
-            raise OptionError(f"--rate-per {rate_per}: expected rank, node or all")
         if iteration is not None and not _SHORTEST <= iteration <= _LONGEST:
             raise OptionError(
                 f"--iteration-seconds {iteration:g}: expected a number from {_SHORTEST:g} to {_LONGEST:g}"
@@ -220,8 +218,8 @@ def _rate(option: str, text: str) -> float:
         raise OptionError(f"{option} {text}: write a rate in bytes as 2GB/s, and one in bits as 2Gbit/s")
     is_bits = size.endswith("bit")
     try:
-        rate = parse_size(option, f"{size[:-3]}B" if is_bits else size)
-    except OptionError:
+        rate = parse_bytes(f"{size[:-3]}B" if is_bits else size)
+    except ValueError:
         rate = 0
     if rate == 0 or size.isdecimal():  # a number alone would be bytes: nobody means that
         raise OptionError(f"{option} {text}: expected a rate above 0 and its unit, such as 2GB/s")

@@ -17,25 +17,24 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
+    Size,
     argument,
     cannot,
     counted,
     json_option,
     note,
-    parse_size,
     print_json,
     reported_errors,
     say,
     say_rows,
-    size_text,
 )
-from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.config import MIB
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.preflight.run import Result
     from megatron_datastates.preflight.trial import Trial
-
-_LEAST_BYTES = 1 << 20
 
 
 @app.command()
@@ -46,13 +45,17 @@ _LEAST_BYTES = 1 << 20
     help="Where checkpoints are to go, as given to --save. Made if it is not there.",
 )
 @click.option(
-    "--size", metavar="SIZE", default="1GiB", help="State of each rank, on its GPU if there is one."
+    "--size",
+    metavar="SIZE",
+    type=Size(MIB),
+    default="1GiB",
+    help="State of each rank, on its GPU if there is one.",
 )
 @click.option(
     "--saves", metavar="N", default=3, type=click.IntRange(min=1), help="How many checkpoints to save."
 )
 @json_option
-def preflight(directory: Path, size: str, saves: int, as_json: bool) -> None:
+def preflight(directory: Path, size: int, saves: int, as_json: bool) -> None:
     """Try saves and loads on the storage and nodes of a run, before it.
 
     Looks at what is installed, makes the calls on files that saves rely on, saves a state of made-up tensors
@@ -70,15 +73,12 @@ def preflight(directory: Path, size: str, saves: int, as_json: bool) -> None:
         torchrun --nproc-per-node 8 -m megatron_datastates preflight /lustre/me/run --size 4GiB
     """
     with reported_errors(), _cleaning_up():
-        wanted = parse_size("--size", size)
-        if wanted < _LEAST_BYTES:
-            cannot(OptionError(f"--size {size}: expected at least 1MiB"))
         from megatron_datastates.preflight import run
 
         ranks = run.Ranks()
         is_first = ranks.rank == 0
         show = note if is_first and not as_json else lambda text: None
-        result = run.preflight(ranks, directory, wanted, saves, show)
+        result = run.preflight(ranks, directory, size, saves, show)
         if is_first:
             print_json(_plain(result)) if as_json else _print(result)
         ranks.close()

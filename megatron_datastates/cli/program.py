@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -27,8 +27,24 @@ def _complete(instruction: str) -> int:
     return shell_complete(app, {}, _NAME, _COMPLETION, instruction)
 
 
+class _Commands(click.Group):
+    """Reports a wrong option or argument of a command as any other error: in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            from megatron_datastates.cli.shared import note
+
+            message = " ".join(error.format_message().split())
+            end = "" if message.endswith((".", "?")) else "."
+            note(f"datastates: {message}{end} See `{(error.ctx or ctx).command_path} --help`")
+            raise click.exceptions.Exit(error.exit_code) from None
+
+
 @click.group(
     _NAME,
+    cls=_Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )

@@ -18,11 +18,11 @@ from megatron_datastates.cli.shared import (
     require_directory,
     run_argument,
     say,
-    size_text,
 )
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.runs.runs import Iteration
@@ -37,10 +37,15 @@ _MIN_AGE_MINUTES = 60.0
 @click.option(
     "--keep-last",
     metavar="N",
-    type=int,
+    type=click.IntRange(min=1),
     help="Keep the N newest complete checkpoints; after a rollback, prefer those saved since.",
 )
-@click.option("--keep-every", metavar="N", type=int, help="Keep every iteration that is a multiple of N.")
+@click.option(
+    "--keep-every",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Keep every iteration that is a multiple of N.",
+)
 @click.option(
     "--drop-optimizer",
     is_flag=True,
@@ -89,7 +94,7 @@ def prune(
     \b
     Example: datastates prune runs/gpt --keep-last 3 --drop-optimizer --yes
     """
-    from megatron_datastates.cli.weights import drop_all, finish_drops
+    from megatron_datastates.cli.drop_optimizer import drop_all, finish_drops
     from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
     from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune

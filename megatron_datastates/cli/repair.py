@@ -16,8 +16,8 @@ from megatron_datastates.cli.shared import (
     print_json,
     reported_errors,
     say,
-    size_text,
 )
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.upkeep.repair import Repair

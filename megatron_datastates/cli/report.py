@@ -34,7 +34,7 @@ _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
 @click.option("--out", "folder", metavar="DIR", type=PATH, help="Write report.html and report.png here.")
 @click.option("--html", "page", metavar="FILE", type=PATH, help="Write the page to this file.")
 @click.option("--png", "picture", metavar="FILE", type=PATH, help="Write the picture to this file.")
-@click.option("--last", metavar="N", type=int, help="Look at the last N saves only.")
+@click.option("--last", metavar="N", type=click.IntRange(min=1), help="Look at the last N saves only.")
 def report(
     files: Sequence[Path],
     folder: Path | None,
@@ -66,8 +66,6 @@ def report(
     from megatron_datastates.reports.reading import read_reports
 
     with reported_errors():
-        if last is not None and last < 1:
-            raise OptionError(f"--last {last}: expected at least 1")
         if folder is not None and folder.exists() and not folder.is_dir():
             raise OptionError(f"--out {folder}: it is not a directory")
         made = None if folder is None else folder.absolute()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 import click
 
 from megatron_datastates.config import MIB
+from megatron_datastates.convert.limits import LEAST_MEMORY_BYTES
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -32,6 +33,7 @@ from megatron_datastates.errors import (
     printable,
 )
 from megatron_datastates.files import is_object, path_of, require_utf8
+from megatron_datastates.format.directory import BACKEND, TORCH_DIST
 from megatron_datastates.option_text import parse_bytes
 from megatron_datastates.pipeline.runs.run_folders import choose_checkpoint
 
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "expert": "EP"}
-_LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
 def placed(directory: str | os.PathLike[str]) -> Path:
@@ -101,6 +102,27 @@ class _CheckedPath(click.Path):
         return self._check(placed(value))
 
 
+class Size(click.ParamType):  # type: ignore[type-arg] # generic since release 8.5 of click
+    """A size such as `512MiB`, in bytes."""
+
+    name = "size"
+
+    def __init__(self, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            size = parse_bytes(value)
+        except ValueError as error:
+            self.fail(f"{value}: {error}", param, ctx)
+        if size < self.least_bytes:
+            least = f"{self.least_bytes // MIB}MiB" if self.least_bytes >= MIB else f"{self.least_bytes}B"
+            self.fail(f"{value}: expected at least {least}", param, ctx)
+        return size
+
+
+FORMATS = click.Choice([BACKEND, TORCH_DIST])  # that checkpoints are written in
+
 PATH = _CheckedPath(local)
 PLACED = _CheckedPath()
 READABLE = _CheckedPath(readable)
@@ -136,11 +158,20 @@ keys_option = click.option(
     help="Only tensors whose key matches this shell pattern (*, ?, [..]), as stored or with a layer's "
     "number (decoder.layers.3.*); may be given several times.",
 )
+MEMORY = Size(MIB)  # with less, a tensor would be read in a vast number of tiny pieces
 memory_option = click.option(
     "--memory",
     metavar="SIZE",
+    type=MEMORY,
     default="1GiB",
     help="Tensor data to hold in memory at a time, at least 1MiB.",
+)
+conversion_memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    type=Size(LEAST_MEMORY_BYTES),
+    default="2GiB",
+    help=f"Memory for data in each process, at least {LEAST_MEMORY_BYTES // MIB}MiB.",
 )
 
 
@@ -289,15 +320,6 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size_text(count: int) -> str:
-    """Formats a number of bytes in three digits: `1.50 GB`. Units are powers of 1000, as in `2GB/s`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        size = count / scale
-        if size >= 0.9995:  # 999,960 B are 1.00 MB, not 1000 kB
-            return f"{size:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
-    return f"{count} B"
-
-
 def parallelism_text(sizes: Mapping[str, int]) -> str:
     """Formats sizes of parallel groups, such as `TP8 PP4`; those of one rank are left out."""
     return " ".join(f"{_GROUPS.get(name, name)}{size}" for name, size in sizes.items() if size > 1)
@@ -362,19 +384,3 @@ def reported_errors(code: int | None = None) -> Iterator[None]:
         yield
     except (DataStatesError, OSError) as error:
         cannot(error, code)
-
-
-def parse_size(option: str, text: str) -> int:
-    """Reads the size given to `option`; returns bytes. Raises OptionError."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise OptionError(f"{option} {text}: {error}") from None
-
-
-def parse_memory(text: str) -> int:
-    """Reads the size given to --memory; returns bytes. Raises OptionError."""
-    size = parse_size("--memory", text)
-    if size < _LEAST_MEMORY_BYTES:
-        raise OptionError(f"--memory {text}: expected at least {_LEAST_MEMORY_BYTES // MIB}MiB")
-    return size

@@ -22,9 +22,9 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     say,
     say_rows,
-    size_text,
 )
 from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.contents import Content

@@ -9,13 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.cli.shared import counted, parallelism_text, size_text
+from megatron_datastates.cli.shared import counted, parallelism_text
 from megatron_datastates.convert.look import look_at
 from megatron_datastates.convert.parts import group_of, is_of_generators, is_weight
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.stored_arguments import training_arguments
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import element_bytes, is_of_optimizer
+from megatron_datastates.units import size_text
 
 _NAMED_JOBS = 5
 _MODEL = (

@@ -19,7 +19,6 @@ from megatron_datastates.cli.shared import (
     keys_option,
     memory_option,
     note,
-    parse_memory,
     print_json,
     reported_errors,
     require_directory,
@@ -50,7 +49,7 @@ _LEGEND = (
 )
 @memory_option
 @json_option
-def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_json: bool) -> None:
+def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: int, as_json: bool) -> None:
     """Follow norms and updates of layers over a run's checkpoints.
 
     For each checkpoint, and for each layer or module over all of them: the norm of the finite elements, the
@@ -67,11 +66,10 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     Example: datastates trend runs/gpt --keys 'decoder.*' --plot trend.png
     """
     with reported_errors():
-        memory_bytes = parse_memory(memory)
         require_directory(root)
         if plot is not None:
             require_plot(plot)
-        found = _follow(root, keys, memory_bytes)
+        found = _follow(root, keys, memory)
     skipped = [step for step in found.steps if step.skipped]
     for step in skipped:
         note(f"datastates: skipped {step.path}: {step.skipped}")

@@ -24,7 +24,6 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     require_directory,
     say,
-    size_text,
 )
 from megatron_datastates.errors import (
     CorruptDataError,
@@ -36,6 +35,7 @@ from megatron_datastates.errors import (
     UntrustedClassError,
     describe_error,
 )
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.upkeep.verify import Verdict

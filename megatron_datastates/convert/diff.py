@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from megatron_datastates.convert.batches import AHEAD, Cut, batches
 from megatron_datastates.convert.drift import Drift, compare_all
 from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_weight, parts_of, place_of
 from megatron_datastates.convert.views import Tensors
+from megatron_datastates.convert.workers import ahead
 from megatron_datastates.format.values import element_bytes
 
 if TYPE_CHECKING:
@@ -120,29 +120,21 @@ def diff(
         compared[key] = comparison.parts[key]
     # A thread for each checkpoint: both are read at the same time, and each in its order.
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(THREADS) as pool:
-        reading: deque[tuple[list[Cut], Future[list[torch.Tensor]], Future[list[torch.Tensor]]]] = deque()
-        pending: deque[tuple[list[Cut], Future[list[Drift]]]] = deque()
 
-        def compare(most: int) -> None:
-            while len(reading) > most:
-                batch, left, right = reading.popleft()
-                pending.append((batch, pool.submit(compare_all, left.result(), right.result())))
+        def reads() -> Iterator[tuple[list[Cut], Future[list[torch.Tensor]], Future[list[torch.Tensor]]]]:
+            for batch in batches(dict.fromkeys(compared, first), compared, memory_bytes):
+                slices = [cut.slice for cut in batch]
+                yield batch, one.submit(first.read_tensors, slices), other.submit(second.read_tensors, slices)
 
-        def settle(most: int) -> None:  # in the order of the batches, so that sums are the same in every run
-            while len(pending) > most:
-                batch, drifts = pending.popleft()
-                for cut, drift in zip(batch, drifts.result(), strict=True):
-                    _add(difference, cut.key, cut.part, drift)
-                progress(sum(cut.bytes for cut in batch))
+        def comparisons() -> Iterator[tuple[list[Cut], Future[list[Drift]]]]:
+            for batch, left, right in ahead(reads(), _READ_AHEAD - 1):
+                yield batch, pool.submit(compare_all, left.result(), right.result())
 
-        for batch in batches(dict.fromkeys(compared, first), compared, memory_bytes):
-            slices = [cut.slice for cut in batch]
-            futures = one.submit(first.read_tensors, slices), other.submit(second.read_tensors, slices)
-            reading.append((batch, *futures))
-            compare(_READ_AHEAD - 1)
-            settle(AHEAD - len(reading))
-        compare(0)
-        settle(0)
+        # In the order of the batches, so that sums are the same in every run.
+        for batch, drifts in ahead(comparisons(), AHEAD - (_READ_AHEAD - 1)):
+            for cut, drift in zip(batch, drifts.result(), strict=True):
+                _add(difference, cut.key, cut.part, drift)
+            progress(sum(cut.bytes for cut in batch))
     return difference
 
 

@@ -4,7 +4,7 @@ Protocol:
   1. what cannot be done is refused before anything is written (planning.py);
   2. everything is written to a directory beside the target, `.NAME.converting`, which is locked and emptied
      first (work_directory.py);
-  3. each file is written by one thread of one process; once all are durable, each rank looks whether the
+  3. each file is written by one thread of one process; once all are durable, each rank checks whether the
      source is still what it has opened, and rank 0 publishes them; then they are read again and compared if
      that was requested (verification.py);
   4. the directory is renamed to the target's name, and its parent is synced.

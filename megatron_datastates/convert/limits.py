@@ -13,6 +13,7 @@ _MOST_WINDOW_BYTES = 64 * MIB
 _LEAST_WORKER_BYTES = 64 * MIB  # a window, a second one to verify, and a reader's own memory
 _LEAST_STAGING_BYTES = 2 * MIB
 _READER_BYTES = 16 * MIB
+LEAST_MEMORY_BYTES = _LEAST_WORKER_BYTES + _LEAST_STAGING_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,9 @@ class Limits:
     workers: int = 0  # 0: one per CPU core, as far as the memory allows
 
     def __post_init__(self) -> None:
-        least = _LEAST_WORKER_BYTES + _LEAST_STAGING_BYTES
-        if self.memory_bytes < least:
-            raise OptionError(
-                f"--memory: expected at least {least // MIB}MiB for a conversion, found {self.memory_bytes} B"
-            )
+        if self.memory_bytes < LEAST_MEMORY_BYTES:
+            least = f"{LEAST_MEMORY_BYTES // MIB}MiB"
+            raise OptionError(f"a conversion needs at least {least} of memory, not {self.memory_bytes} B")
         if self.workers < 0:
             raise OptionError(f"{self.workers} workers: expected 1 or more, or 0 for one per CPU core")
 

@@ -46,12 +46,9 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, digest_in_index_name, is_dcp_file_name
 from megatron_datastates.pipeline.publishing.presence import missing_files
-from megatron_datastates.pipeline.runs.run_folders import (
-    checkpoint_directories,
-    is_checkpoint_name,
-    tracked_name,
-)
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_checkpoint_name
 from megatron_datastates.pipeline.runs.runs import format_seen, metadata_members, stored_backend, stored_bytes
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
 _MEGATRONS_KEYS = (COMMON_STATE_KEY, ARGUMENTS_KEY)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch  # here: threads read tensors, and two that import a package at once may find half of it
 
 from megatron_datastates.convert.drift import KINDS, raw_bytes
+from megatron_datastates.convert.workers import ahead
 from megatron_datastates.engine.native import summarize_numbers
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
@@ -78,24 +78,22 @@ def statistics(
     """
     sums: list[Statistics | None] = [Statistics() for _ in contents]
     with ThreadPoolExecutor(_READERS) as reader:
-        pending: deque[tuple[int, Future[torch.Tensor]]] = deque()
-
-        def settle(most: int) -> None:
-            while len(pending) > most:
-                number, part = pending.popleft()
-                values, sum_of = part.result(), sums[number]
-                try:
-                    if sum_of is not None:
-                        sum_of.add(values)
-                except NotImplementedError:  # torch's, of dtypes that it can only store
-                    sums[number] = None
-                progress(values.numel() * values.element_size())
-
-        for number, content in enumerate(contents):
-            most = PART_BYTES // element_bytes(content.dtype)
-            for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
-                for at, lengths in cut_box(offset, shape, most):
-                    pending.append((number, reader.submit(content.read, at, lengths)))
-                    settle(_AHEAD)
-        settle(0)
+        for number, part in ahead(_reads(contents, reader), _AHEAD):
+            values, sum_of = part.result(), sums[number]
+            try:
+                if sum_of is not None:
+                    sum_of.add(values)
+            except NotImplementedError:  # torch's, of dtypes that it can only store
+                sums[number] = None
+            progress(values.numel() * values.element_size())
     return sums
+
+
+def _reads(
+    contents: Sequence[Content], reader: ThreadPoolExecutor
+) -> Iterator[tuple[int, Future[torch.Tensor]]]:
+    for number, content in enumerate(contents):
+        most = PART_BYTES // element_bytes(content.dtype)
+        for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
+            for at, lengths in cut_box(offset, shape, most):
+                yield number, reader.submit(content.read, at, lengths)

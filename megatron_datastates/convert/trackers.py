@@ -18,8 +18,9 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
     iteration_name,
 )
-from megatron_datastates.pipeline.runs.run_folders import has_folder, tracked_name
+from megatron_datastates.pipeline.runs.run_folders import has_folder
 from megatron_datastates.pipeline.runs.runs import has_file, is_named_by_megatron
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 
 
 def how_to_load(source: Path, target: Path) -> str:

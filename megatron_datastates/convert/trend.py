@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_of_generators, place_of
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.views import Tensors, same_keys, view
+from megatron_datastates.convert.workers import ahead
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, why_no_run
@@ -177,35 +177,31 @@ def follow(
     """
     trend, steps = Trend(selection.steps, {}), selection.steps
     with ThreadPoolExecutor(THREADS) as pool:
-        pending: deque[tuple[int, list[Cut], bool, Future[list[Drift]]]] = deque()
-
-        def settle(most: int) -> None:  # in order, so that sums are the same in every run
-            while len(pending) > most:
-                number, cuts, is_update, drifts = pending.popleft()
-                for cut, drift in zip(cuts, drifts.result(), strict=True):
-                    _add(trend, number, cut, drift, is_update=is_update)
 
         def compare(
             number: int, before: Mapping[Cut, torch.Tensor], after: Mapping[Cut, torch.Tensor]
-        ) -> None:
+        ) -> Iterator[tuple[int, list[Cut], bool, Future[list[Drift]]]]:
             """Compares what both have; of the rest of `before`, only the norm is known."""
             both = [cut for cut in before if cut in after]
             rest = [cut for cut in before if cut not in after]
             for cuts, others in ((both, after), (rest, before)):
                 if cuts:
                     sides = [before[cut] for cut in cuts], [others[cut] for cut in cuts]
-                    pending.append((number, cuts, others is after, pool.submit(compare_all, *sides)))
-            settle(AHEAD)
+                    yield number, cuts, others is after, pool.submit(compare_all, *sides)
 
-        for batch in batches(selection.newest, selection.parts, memory_bytes):
-            before: dict[Cut, torch.Tensor] = {}
-            for number, step in enumerate(steps):
-                after = _read(selection, step, batch)
-                compare(number - 1, before, after)
-                progress(sum(cut.bytes for cut in batch if selection.has(step, cut.key)))
-                before = after
-            compare(len(steps) - 1, before, {})
-        settle(0)
+        def comparisons() -> Iterator[tuple[int, list[Cut], bool, Future[list[Drift]]]]:
+            for batch in batches(selection.newest, selection.parts, memory_bytes):
+                before: dict[Cut, torch.Tensor] = {}
+                for number, step in enumerate(steps):
+                    after = _read(selection, step, batch)
+                    yield from compare(number - 1, before, after)
+                    progress(sum(cut.bytes for cut in batch if selection.has(step, cut.key)))
+                    before = after
+                yield from compare(len(steps) - 1, before, {})
+
+        for number, cuts, is_update, drifts in ahead(comparisons(), AHEAD):  # in order, as in diff.py
+            for cut, drift in zip(cuts, drifts.result(), strict=True):
+                _add(trend, number, cut, drift, is_update=is_update)
     _skip_changed(steps)
     _forget_skipped(trend)
     return trend

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 # A map that says that a state has more elements than this for each one that is stored is damaged or hostile:
-# to read as many zeros would take for ever.
+# to read as many zeros would take forever.
 _MOST_PER_STORED = 4096
 
 

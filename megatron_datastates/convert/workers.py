@@ -1,15 +1,30 @@
-"""Threads that stop together."""
+"""Work on threads: of which a limited part is begun ahead, or all of which stops together."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from megatron_datastates.convert.sinks.sink import Progress
 
 T = TypeVar("T")
+
+
+def ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yields items in their order, and each one only after up to `count` further ones have been made.
+
+    Where making an item begins work on another thread, so many of them are worked on ahead.
+    """
+    made: deque[T] = deque()
+    for item in items:
+        made.append(item)
+        if len(made) > count:
+            yield made.popleft()
+    while made:
+        yield made.popleft()
 
 
 class Workers:

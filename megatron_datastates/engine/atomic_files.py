@@ -11,7 +11,7 @@ Two jobs may save into one directory at once: one that was requeued, and its pre
 So every name but those of the manifest and metadata.json belongs to one save, and a save removes only what
 earlier saves of its own job have left, and of other jobs that were silent there for long what they have left
 and what the manifest that it has replaced named. One of those may still look for its files, and name them
-then: so right before each removal, a save looks whether the manifest is still the one that it has read.
+then: so right before each removal, a save checks whether the manifest is still the one that it has read.
 In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
 removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)

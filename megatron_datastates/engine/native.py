@@ -26,7 +26,6 @@ summarize_numbers = _native.summarize_numbers
 NativeError = _native.NativeError
 Output = _native.Output
 SaveJob = _native.SaveJob
-crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors
 locate_tensors = _native.locate_tensors
 measure_storages = _native.measure_storages

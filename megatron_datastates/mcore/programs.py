@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.hooks.attach import attach_saving, rebind
 from megatron_datastates.mcore.providers import Providers, register
 from megatron_datastates.mcore.save.strategy import (
     DataStatesSaveStrategy,
@@ -93,15 +92,7 @@ def take_over(chosen: Options, in_loop: Callable[[], bool], how: str) -> None:
 
     for made in _made:  # programs keep a strategy for all their saves
         made.change(chosen, in_loop)
-    holders = []
-    for holder in list(sys.modules.values()):
-        names = getattr(holder, "__dict__", {})
-        if (
-            not getattr(holder, "__name__", "").startswith("megatron_datastates")
-            and names.get(_NAME) is before
-        ):
-            setattr(holder, _NAME, EnabledSaveStrategy)
-            holders.append(holder.__name__)
+    holders = rebind(_NAME, before, EnabledSaveStrategy, besides="megatron_datastates")
     logger.info(
         "datastates: %s is replaced in %s: what it would store is in the datastates format from now on, "
         "and is copied %s",

@@ -21,7 +21,8 @@ from megatron_datastates.files import any_path
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.read_costs import ReadCosts
 from megatron_datastates.pipeline.publishing.collectives import Collectives
-from megatron_datastates.pipeline.report import Reporter, milliseconds
+from megatron_datastates.pipeline.report import Reporter
+from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)
 

@@ -188,7 +188,7 @@ class Publisher:
                 self.is_manifest_in_place = False  # until this rank stores it
                 self.near.offer(self._new_small_files())
                 return
-        except BaseException as error:  # or polls would wait for ever
+        except BaseException as error:  # or polls would wait forever
             self.is_manifest_in_place = False
             self._save.fail(error)
             return

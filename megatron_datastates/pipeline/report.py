@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.shares import provider_shares
+from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 5.0  # for a file that hangs, once
@@ -88,7 +89,7 @@ class Reporter:
         return all(one.join(deadline - time.monotonic()) for one in tuple(self._writers))
 
     def _await_file(self) -> None:
-        """Waits until all reports are written, but not for ever: all ranks would wait for this one."""
+        """Waits until all reports are written, but not forever: all ranks would wait for this one."""
         hangs = not self.flush(0.0 if self._hangs else _PATIENCE_SECONDS)
         if hangs and not self._hangs:
             logger.warning("%s hangs: the last reports are not written yet", self._path or "the log")
@@ -246,8 +247,3 @@ def _rank_statistics(records: npt.NDArray[np.void]) -> dict[str, dict[str, float
                 "slowest_rank": int(records["rank"][values.argmax()]),
             }
     return statistics
-
-
-def milliseconds(seconds: float) -> float:
-    """Returns seconds as milliseconds, rounded to microseconds."""
-    return round(seconds * 1000, 3)

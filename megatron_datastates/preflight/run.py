@@ -22,6 +22,7 @@ from megatron_datastates.preflight import storage
 from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
 from megatron_datastates.preflight.software import software
 from megatron_datastates.preflight.trial import State, Trial, save_and_load
+from megatron_datastates.units import size_text
 
 _KEPT = 2  # checkpoints that a trial has on storage at once, at most
 _MARGIN = 1.1
@@ -159,9 +160,9 @@ def _memory(device: torch.device, size: int) -> Check:
     else:
         free, what = free_bytes(), "host"
         needed = 2 * size * local_ranks()
-    text = f"{free / 1e9:,.1f} GB of {what} memory are free"
+    text = f"{size_text(free)} of {what} memory are free"
     if needed > free:
-        return failed("memory", f"{text}: expected {needed / 1e9:,.1f} GB for this trial; see --size")
+        return failed("memory", f"{text}: expected {size_text(needed)} for this trial; see --size")
     return ok("memory", text)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.pipeline.publishing.presence import VISIBLE_SECONDS
 from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
+from megatron_datastates.units import size_text
 
 _BLOCK = 4096
 # Errors that end a save where it reserves space; any other says that this file system cannot (data_file.cc).
@@ -27,15 +28,10 @@ def file_system(directory: Path, wanted_bytes: int) -> Check:
     """Returns what the directory is on, and whether it has room for so many bytes."""
     facts = os.statvfs(directory)
     free = facts.f_bavail * facts.f_frsize
-    text = f"{_kind(directory)}, {_gigabytes(free)} free"
+    text = f"{_kind(directory)}, {size_text(free)} free"
     if free < wanted_bytes:
-        wanted = _gigabytes(wanted_bytes)
-        return failed("file system", f"{text}: expected {wanted} for this trial; see --size")
+        return failed("file system", f"{text}: expected {size_text(wanted_bytes)} for this trial; see --size")
     return ok("file system", text)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e9:.2g} GB"
 
 
 def _kind(directory: Path) -> str:

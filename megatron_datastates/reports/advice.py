@@ -16,6 +16,7 @@ from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.reports.reading import Save, Spread
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, median, usual
+from megatron_datastates.units import size_text
 
 _LONG_WAIT_MS = 10.0  # for the trainer, in one save
 _LONG_SERIALIZING_MS = 100.0
@@ -48,14 +49,6 @@ def milliseconds(value: float) -> str:
     if value >= 995:
         return f"{value / 1000:.1f} s"
     return f"{value:.0f} ms" if value >= 9.95 else f"{value:.1f} ms"
-
-
-def size(count: float) -> str:
-    """Formats bytes for people in decimal units, such as `4.5 GB`."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _failures(saves: Sequence[Save]) -> Advice | None:
@@ -184,8 +177,8 @@ def _pool_too_small(saves: Sequence[Save]) -> Advice | None:
         "slow" if fence >= _LONG_WAIT_MS else "note",
         "The staging memory is smaller than the shard",
         f"Copies waited {milliseconds(waited)} in a save for slots (summed over copying threads); "
-        f"{harm}. The pool has {size(pool)} and the shard {size(shard)}: --datastates-staging-memory "
-        f"{math.ceil(shard / GIB)}GiB holds all of it.",
+        f"{harm}. The pool has {size_text(pool)} and the shard {size_text(shard)}: "
+        f"--datastates-staging-memory {math.ceil(shard / GIB)}GiB holds all of it.",
     )
 
 
@@ -219,7 +212,7 @@ def _fence_waits(saves: Sequence[Save]) -> Advice | None:
         "slow",
         "The optimizer waits for copies",
         f"{milliseconds(fence)} of the host's time and {milliseconds(stream)} of the device's stream in a "
-        f"save. {size(copied)} a rank are copied after {milliseconds(staged)}, which is longer than the "
+        f"save. {size_text(copied)} a rank are copied after {milliseconds(staged)}, which is longer than the "
         f"forward and backward pass. Raise {what}.",
     )
 
@@ -250,7 +243,7 @@ def _eager(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "slow",
         "Many bytes are copied before the save returns",
-        f"{size(eager)} of {size(eager + lazy)} on this rank, most of it of {whose}. {why}",
+        f"{size_text(eager)} of {size_text(eager + lazy)} on this rank, most of it of {whose}. {why}",
     )
 
 
@@ -277,7 +270,7 @@ def _serializing(saves: Sequence[Save]) -> Advice | None:
         f"durable; tensors are copied after {milliseconds(staged)}. Most are of "
         f"{name or 'the model and the optimizer'}: {tail.get('objects', 0):,.0f} objects, "
         f"{tail.get('encoded_tensors', 0):,.0f} encoded tensors, {tail.get('streams', 0):,.0f} streams, "
-        f"{size(tail.get('tail_bytes', 0))}. Store large data as tensors{encoding}.",
+        f"{size_text(tail.get('tail_bytes', 0))}. Store large data as tensors{encoding}.",
     )
 
 
@@ -296,7 +289,7 @@ def _page_lock(saves: Sequence[Save]) -> Advice | None:
     return Advice(
         "slow",
         "The staging memory is not as it should be",
-        f"{size(last.page_locked_bytes)} of {size(last.staging_bytes)} are page-locked: {trouble}. "
+        f"{size_text(last.page_locked_bytes)} of {size_text(last.staging_bytes)} are page-locked: {trouble}. "
         'docs/operations.md, "Staging memory", has the causes.',
     )
 

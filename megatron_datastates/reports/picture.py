@@ -15,9 +15,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 from megatron_datastates.errors import optional_package, plot_text
-from megatron_datastates.reports.advice import milliseconds, size
+from megatron_datastates.reports.advice import milliseconds
 from megatron_datastates.reports.reading import Save
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds
+from megatron_datastates.units import size_text
 
 HELD = "#c0392b"
 STAGES = {  # from the milestone before, in the order of a save
@@ -112,7 +113,7 @@ def describe(save: Save) -> str:
         f"published after {published}",
     ]
     if save.copies is not None:
-        made = f"copied {size(save.copies.bytes)} from {', '.join(save.copies.partners) or 'no node'}"
+        made = f"copied {size_text(save.copies.bytes)} from {', '.join(save.copies.partners) or 'no node'}"
         missing = f"; copies are missing: {save.copies.error}" if save.copies.error else ""
         lines.append(f"{made} in {milliseconds(save.copies.copying_ms)}{missing}")
     if save.far_ms is not None:

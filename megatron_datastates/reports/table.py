@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_datastates.reports.advice import milliseconds, size
+from megatron_datastates.reports.advice import milliseconds
 from megatron_datastates.reports.reading import Save
+from megatron_datastates.units import size_text
 
 COLUMNS = (
     "iteration",
@@ -49,7 +50,7 @@ def row(save: Save) -> list[str]:
         milliseconds(save.slowest_ms("writing")),
         milliseconds(save.slowest_ms("durable")),
         "-" if save.published_ms is None else milliseconds(save.published_ms),
-        size(save.bytes),
+        size_text(save.bytes),
         f"{save.write_mb_per_s:,.0f}",
         str(save.saves_before),
         f"rank {save.spreads['writing'].slowest_rank}" if "writing" in save.spreads else "-",

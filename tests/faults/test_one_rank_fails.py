@@ -169,7 +169,7 @@ def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path)
 
 
 def test_saves_that_fail_behind_one_that_hangs_are_reported(world: World, tmp_path: Path) -> None:
-    """Megatron's queue asks for the first save only: training went on for ever without a checkpoint."""
+    """Megatron's queue asks for the first save only: training went on forever without a checkpoint."""
     reports = world.run("fault_ranks:save_behind_one_that_hangs", tmp_path, "raise")
     assert len({each["error"] for each in reports}) == 1
     for each in reports:

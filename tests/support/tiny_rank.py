@@ -38,7 +38,7 @@ with contextlib.suppress(ImportError):  # not in every release
 Digests = dict[str, str]
 PROVIDED = "TINY_MODEL_PROVIDER"  # an environment variable
 WAITS = (
-    "TINY_WAITS"  # a step and a file: in that step, ranks wait until the file exists; without one, for ever
+    "TINY_WAITS"  # a step and a file: in that step, ranks wait until the file exists; without one, forever
 )
 FAULTS = "MEGATRON_DATASTATES_FAULTS"
 SETTLED = ("async_save", "async_strategy", "use_persistent_ckpt_worker", "ckpt_assume_constant_structure")

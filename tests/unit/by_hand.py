@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.engine.native import crc32c
+from megatron_datastates.engine._native import crc32c
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.codecs import FRAME_BYTES, NONE, ZSTD, encode_frame
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer

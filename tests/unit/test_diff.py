@@ -51,7 +51,7 @@ found = functools.partial(json_of, "diff")
 
 @pytest.mark.parametrize("memory", ["1", "1KiB", "1GiB"])
 def test_a_change_in_one_layer_is_reported_with_its_size_and_place(pair, memory, monkeypatch):
-    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(shared.MEMORY, "least_bytes", 1)
     other = state()
     other[FC1][2, 3, 1] = 1.5
     other[FC1][3, 0, 0] = 0.875
@@ -269,7 +269,7 @@ def test_no_more_than_the_memory_asked_for_is_read_at_once(pair, monkeypatch):
         return tensors
 
     monkeypatch.setattr(DataStatesSource, "read_tensors", read)
-    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 256)
+    monkeypatch.setattr(shared.MEMORY, "least_bytes", 256)
     found(*directories, "--memory", "1024", code=0)
     assert max(sizes) == 4  # elements of 64 bytes, with all that is computed of them; four such parts at once
 
@@ -368,7 +368,7 @@ def test_bad_input_is_one_line(pair, tmp_path):
         ((tmp_path / "nowhere", other), "does not exist"),
         ((one, other, "--keys", "nothing"), "no tensor in"),
         ((one, other, "--memory", "much"), "expected a size such as"),
-        ((one, other, "--memory", "1023KiB"), "--memory 1023KiB: expected at least 1MiB"),
+        ((one, other, "--memory", "1023KiB"), "'--memory': 1023KiB: expected at least 1MiB"),
         ((one, other, "--plot", tmp_path / "no" / "drift.png"), "is not a directory"),
     ]:
         code, printed, reported = run("diff", *arguments)

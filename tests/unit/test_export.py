@@ -154,7 +154,7 @@ def test_patterns_choose_tensors_even_of_the_optimizer(checkpoint, tmp_path):
 def test_files_are_no_larger_than_asked_and_the_index_names_them(
     checkpoint, tmp_path, most, memory, monkeypatch
 ):
-    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(shared.MEMORY, "least_bytes", 1)
     sizes = ["--max-shard-size", most, "--memory", memory]
     assert run("export", checkpoint, tmp_path / "out", *sizes)[0] == 0
     target = tmp_path / "out"
@@ -266,7 +266,9 @@ def test_too_little_space_is_seen_before_anything_is_written(checkpoint, tmp_pat
 
     monkeypatch.setattr(targets.shutil, "disk_usage", lambda path: Usage)
     monkeypatch.setattr(DataStatesSource, "read_tensor", None)
-    assert "MB are needed: free some" in refused(tmp_path, checkpoint, tmp_path / "out")
+    assert "has 100 B free, and 811 B are needed: free some" in refused(
+        tmp_path, checkpoint, tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -328,7 +330,7 @@ def test_no_more_than_the_memory_asked_for_is_read_at_once(checkpoint, tmp_path,
         return tensor
 
     monkeypatch.setattr(DataStatesSource, "read_tensor", read)
-    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 64)
+    monkeypatch.setattr(shared.MEMORY, "least_bytes", 64)
     assert run("export", checkpoint, tmp_path / "out", "--memory", "64")[0] == 0
     assert max(sizes) <= 64
 

@@ -14,7 +14,7 @@ PACKAGE = Path(megatron_datastates.__file__).parent
 ALL_AT_ONCE = """
 import gc, sys, threading
 from pathlib import Path
-from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes, nodes_in
+from megatron_datastates.pipeline.near.nodes import NODES_NAME, NodeEntry, Nodes, nodes_in
 
 folder = Path(sys.argv[1])
 (folder / NODES_NAME).write_bytes(Nodes(0, [NodeEntry("a", [0, 1])]).encode())

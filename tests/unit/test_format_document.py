@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import megatron_datastates.format as package
-from megatron_datastates.engine.native import crc32c
+from megatron_datastates.engine._native import crc32c
 from megatron_datastates.format import (
     codecs,
     footer,

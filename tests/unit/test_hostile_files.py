@@ -35,12 +35,8 @@ from megatron_datastates.files import (
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker_recovery
-from megatron_datastates.pipeline.runs.runs import (
-    may_be_ours,
-    require_tracked,
-    stored_backend,
-    tracked_iteration,
-)
+from megatron_datastates.pipeline.runs.runs import may_be_ours, stored_backend
+from megatron_datastates.pipeline.runs.tracker import require_tracked, tracked_iteration
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.descriptors import open_files
 from tests.unit import legacy_zarr

@@ -152,7 +152,7 @@ class Raises:
 
 
 def test_an_entry_that_is_interrupted_anywhere_can_be_ended() -> None:
-    """A lock that stays held would make the trainer wait for ever."""
+    """A lock that stays held would make the trainer wait forever."""
     ended: list[int] = []
 
     def write_and_end() -> None:

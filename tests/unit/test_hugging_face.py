@@ -205,7 +205,7 @@ def test_a_size_of_the_vocabulary_that_the_tokenizer_does_not_go_by_is_not_belie
 
 def test_files_of_no_bytes_are_refused(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "ck", arguments(LLAMA), state(arguments(LLAMA)))
-    assert "expected at least 1 byte" in refused(checkpoint, tmp_path / "hf", "--max-shard-size", "0")
+    assert "expected at least 1B" in refused(checkpoint, tmp_path / "hf", "--max-shard-size", "0")
 
 
 @pytest.mark.parametrize("options", [["--dtype", "float32"], ["--hf", "--stacked"], ["--hf", "--keys", "*"]])

@@ -291,7 +291,7 @@ def test_one_rank_needs_no_world(saver: Saver, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_poll_waits_for_no_start_of_another_thread(saver: Saver, tmp_path: Path) -> None:
-    """Else a state provider that needs a lock of the program's could wait for ever."""
+    """Else a state provider that needs a lock of the program's could wait forever."""
     user_lock, entered = threading.Lock(), threading.Event()
 
     class Locked:

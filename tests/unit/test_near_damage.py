@@ -21,11 +21,12 @@ from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.near import copying, places, tier
+from megatron_datastates.pipeline.near import copying, listing, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.holdings import small_files_of
-from megatron_datastates.pipeline.near.places import manifest_in, near_iterations, near_run, published_in
+from megatron_datastates.pipeline.near.listing import near_iterations
+from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.share import NearShare
 from megatron_datastates.pipeline.publication import Outcome
@@ -299,7 +300,7 @@ def test_what_a_drain_removes_while_ls_looks_hides_nothing_else(
     for iteration in (1, 2, 3):
         nodes.save(iteration)
     abandon(nodes)
-    look = places.is_published
+    look = listing.is_published
 
     def and_then_it_goes(folder: Path) -> bool:
         found = look(folder)
@@ -307,7 +308,7 @@ def test_what_a_drain_removes_while_ls_looks_hides_nothing_else(
             shutil.rmtree(folder)
         return found
 
-    monkeypatch.setattr(places, "is_published", and_then_it_goes)
+    monkeypatch.setattr(listing, "is_published", and_then_it_goes)
     assert list(near_iterations(near_run(nodes.roots[0], nodes.run))) == [1, 3]
 
 

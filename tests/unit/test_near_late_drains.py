@@ -26,10 +26,10 @@ from megatron_datastates.pipeline.near.places import published_in
 from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
-from megatron_datastates.pipeline.runs import history, runs
+from megatron_datastates.pipeline.runs import history, tracker
 from megatron_datastates.pipeline.runs.branches import Origin, origin_in
 from megatron_datastates.pipeline.runs.jobs import note_job
-from megatron_datastates.pipeline.runs.runs import tracked_iteration
+from megatron_datastates.pipeline.runs.tracker import tracked_iteration
 from tests.support.waiting import eventually
 from tests.unit.states import data_files, flip
 from tests.unit.test_near_mishaps import restart
@@ -230,7 +230,7 @@ def test_a_late_drain_does_not_undo_a_rollback(
 ) -> None:
     old, new, gate = rolled_back(tmp_path, monkeypatch)
     whats = {
-        "tracker": (runs, "read_regular", new.run / TRACKER_NAME),
+        "tracker": (tracker, "read_regular", new.run / TRACKER_NAME),
         "manifest": (history, "point_in", new.directory(60)),
         "list": (history, "jobs_in", new.run),
     }
@@ -280,10 +280,10 @@ def test_a_save_that_is_not_drained_is_tracked_although_the_tracker_cannot_be_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker_writing, "_tracked", {})
-    tracker = tmp_path / TRACKER_NAME
-    has_failed = fails_once(monkeypatch, runs, "read_regular", tracker)
+    path = tmp_path / TRACKER_NAME
+    has_failed = fails_once(monkeypatch, tracker, "read_regular", path)
     tracker_writing._track(tmp_path, 2, SaveId(1, 1), None, 1, False)
-    assert has_failed.is_set() and tracker.read_text() == "2"
+    assert has_failed.is_set() and path.read_text() == "2"
 
 
 @pytest.mark.parametrize("is_saved_again", [False, True])

@@ -18,9 +18,10 @@ from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, TRA
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
-from megatron_datastates.pipeline.near import copying, drain, places, replicas, room, tier
+from megatron_datastates.pipeline.near import copying, drain, removal, replicas, room, tier
 from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
-from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in, remove_saves
+from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in
+from megatron_datastates.pipeline.near.removal import remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -109,7 +110,7 @@ def test_what_is_published_near_while_an_older_save_is_removed_stays(
             (path / ".newer").rename(path / MANIFEST_NAME)
         return found
 
-    monkeypatch.setattr(places, "manifest_in", meanwhile)
+    monkeypatch.setattr(removal, "manifest_in", meanwhile)
     remove_saves(folder, {older})
     assert published_in(folder) == newer
     assert [path.name for path in data_files(folder)] == [newer.data_file_name(0)]
@@ -318,7 +319,7 @@ def test_left_overs_are_removed_by_save_and_not_what_has_come_since(
     nodes = Nodes(tmp_path)
     restart(nodes)
     begun, may_go_on = threading.Event(), threading.Event()
-    listdir = places.os.listdir
+    listdir = removal.os.listdir
 
     def slow(path: Path) -> list[str]:
         if Path(path) == nodes.near(0, 5):
@@ -327,7 +328,7 @@ def test_left_overs_are_removed_by_save_and_not_what_has_come_since(
         return listdir(path)
 
     nodes.save(4)
-    monkeypatch.setattr(places.os, "listdir", slow)
+    monkeypatch.setattr(removal.os, "listdir", slow)
     if not begun.wait(PATIENCE_SECONDS):
         pytest.fail("left-overs were not looked at")
     saved = nodes.save(6)

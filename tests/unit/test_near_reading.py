@@ -26,7 +26,8 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import recovery
 from megatron_datastates.pipeline.near.holdings import require_readable_tracked
-from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_folder, near_root, near_run
+from megatron_datastates.pipeline.near.nodes import NODES_NAME
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_root, near_run
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from tests.unit import test_near_branches as branches
 from tests.unit.test_near_branches import A, B, Job, resume, tracked

@@ -25,8 +25,10 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.near import places, recovery, replicas, serving
-from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
+from megatron_datastates.pipeline.near import listing, recovery, replicas, serving
+from megatron_datastates.pipeline.near.nodes import NodeEntry, nodes_in
+from megatron_datastates.pipeline.near.nodes import Nodes as NearNodes
+from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.replicas import Replicas, Share, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
@@ -705,7 +707,7 @@ def test_left_overs_are_no_copies_and_nodes_may_have_one_name(
     manifest = manifest_of(3)
     for name in [*(file.name for file in manifest.files[:2]), SaveId(9, 1).data_file_name(2)]:
         (tmp_path / name).write_text("")
-    nodes = places.Nodes(1, [places.NodeEntry(name, [rank]) for rank, name in enumerate("aba")])
-    monkeypatch.setattr(places, "manifest_in", lambda folder: manifest)
-    monkeypatch.setattr(places, "nodes_in", lambda folder: nodes)
-    assert places._holding(tmp_path) == places.Holding(2, {"a": 1}, "b", ["a", "a"])
+    nodes = NearNodes(1, [NodeEntry(name, [rank]) for rank, name in enumerate("aba")])
+    monkeypatch.setattr(listing, "manifest_in", lambda folder: manifest)
+    monkeypatch.setattr(listing, "nodes_in", lambda folder: nodes)
+    assert listing._look(tmp_path) == listing.NearCheckpoint(2, {"a": 1}, "b", ["a", "a"])

@@ -30,15 +30,10 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, publish_queue, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import (
-    manifest_in,
-    near_folder,
-    published_in,
-    remove_saves,
-    save_ids_in,
-)
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, published_in, save_ids_in
 from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.near.recovery import recover_newest
+from megatron_datastates.pipeline.near.removal import remove_saves
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import directory_publisher
@@ -107,7 +102,7 @@ def test_what_an_earlier_job_left_goes_with_the_only_save_of_the_next_one(
 def test_what_is_left_of_a_removal_that_was_killed_is_known_to_be_an_earlier_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would stay for ever, if only files without a save id were left."""
+    """It would stay forever, if only files without a save id were left."""
     nodes, folder, unlink = killed(tmp_path), tmp_path / "iter_0000003", Path.unlink
     saves, lengths = save_ids_in(nodes.near(0, 3)), list[int]()
     while not lengths or lengths[-1]:

@@ -494,7 +494,7 @@ def test_what_is_appended_to_a_variable_is_read(tmp_path: Path) -> None:
             )
             for option, rate in (("--rate", "2Gb/s"), ("--rate", "2gb"), ("--copy-rate", "2Gib/s"))
         ),
-        (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
+        (["--params", "7B", "--rate-per", "disk"], "'disk' is not one of 'rank', 'node', 'all'"),
         *(
             (["--params", "7B", "--iteration-seconds", seconds], f"--iteration-seconds {seconds}: expected")
             for seconds in ("0", "nan", "inf", "1e-300")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_datastates.cli.weights import drop_all
+from megatron_datastates.cli.drop_optimizer import drop_all
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError

@@ -264,7 +264,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 def test_room_is_needed_for_objects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ds.save({"w": torch.ones(3), "o": bytes(3_000_000)}, tmp_path / "source")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2_000_000}))
-    with pytest.raises(StorageError, match=r"has 2\.0 MB free, and 3\.0 MB are needed"):
+    with pytest.raises(StorageError, match=r"has 2\.00 MB free, and 3\.00 MB are needed"):
         convert_to(tmp_path / "source", tmp_path / "target")
 
 

@@ -636,7 +636,7 @@ def test_copies_and_the_drain_are_drawn(written: Callable[..., Path], tmp_path: 
     code, printed, said = run("report", path, "--out", tmp_path / "out")
     assert (code, said) == (0, ""), printed
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "copied 5.0 MB from node-b in 20 ms" in page and "in --save after" in page
+    assert "copied 5.00 MB from node-b in 20 ms" in page and "in --save after" in page
     assert "no copies on other nodes" not in printed
     drawn = stages_drawn(path)
     without = stages_drawn(written(SAVES))

@@ -152,6 +152,7 @@ def test_a_package_that_is_not_installed_is_one_line(line: str, lacking: str, ro
         ("datastates re", ["plain,repair", "plain,report"]),
         ("datastates show --o", ["plain,--optimizer"]),
         ("datastates import msc://nowhere/llama --t", ["plain,--to", "plain,--transformer-impl"]),
+        ("datastates export a b --dtype f", ["plain,float32", "plain,float16"]),
         ("datastates ls ru", ["file,ru"]),
     ],
 )

@@ -28,7 +28,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs import runs
+from megatron_datastates.pipeline.runs import runs, tracker
 from megatron_datastates.pipeline.saving.background import Answers
 from tests.support.capabilities import bound_by_permissions
 from tests.unit.states import SMALL
@@ -70,7 +70,7 @@ def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplo
     """As a person writes it who sets a run back: it is not damaged, and the newest one is not wanted."""
     assert read(root, "iter_0000100\n") == "100"
     assert "taken for iteration 100" in caplog.text and "Falling back" not in caplog.text
-    assert runs.tracked_iteration(root / TRACKER_NAME) == 100, "to prune and near tiers"
+    assert tracker.tracked_iteration(root / TRACKER_NAME) == 100, "to prune and near tiers"
     tracker_recovery.mend(root / TRACKER_NAME)
     assert (root / TRACKER_NAME).read_text() == "100"
     assert read(root, "iter_") == read(root, "iter_100 ?") == "200"
@@ -101,7 +101,7 @@ def test_a_tracker_that_cannot_be_read_now_is_not_damaged(
     def fail(*args: Any) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for module in (tracker_recovery, runs):
+    for module in (tracker_recovery, tracker):
         monkeypatch.setattr(module, "read_regular", fail)
     assert read(root, "100") == "100", "Megatron reads it, or raises its error"
     tracker_recovery.mend(root / TRACKER_NAME)
@@ -194,7 +194,7 @@ def test_nothing_is_cleaned_up_while_the_tracker_cannot_be_read(
 
     clean_up = retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)
     with monkeypatch.context() as broken:
-        broken.setattr(runs, "read_regular", fail)
+        broken.setattr(tracker, "read_regular", fail)
         clean_up(str(root), 1)
     assert (root / "iter_0000100").exists()
     assert "were not cleaned up: [Errno 5] Input/output error" in caplog.text
@@ -383,11 +383,11 @@ def test_a_cleanup_leaves_links_and_what_is_newer_than_any_complete_one(
 
 def test_a_tracker_is_repaired_by_another_file(root: Path) -> None:
     """A kill while it is written would leave it empty, as what had damaged it did."""
-    tracker, before = root / TRACKER_NAME, root / "before"
-    tracker.write_text("damaged")
-    before.hardlink_to(tracker)
-    tracker_recovery.mend(tracker)
-    assert (tracker.read_text(), before.read_text()) == ("200", "damaged")
+    path, before = root / TRACKER_NAME, root / "before"
+    path.write_text("damaged")
+    before.hardlink_to(path)
+    tracker_recovery.mend(path)
+    assert (path.read_text(), before.read_text()) == ("200", "damaged")
 
 
 def test_retention_never_deletes_the_latest_checkpoint(root):
@@ -493,8 +493,8 @@ def test_a_near_checkpoint_is_noted_in_wandb_before_it_is_in_save(
     with tracker_writing.saving(Options(near=str(tmp_path / "near"))):
         pass
     # Later, from the queue of asynchronous calls.
-    tracker = checkpointing.get_checkpoint_tracker_filename(str(save))
-    utils.on_save_checkpoint_success(str(save / "iter_0000100"), tracker, str(save), 100)
+    path = checkpointing.get_checkpoint_tracker_filename(str(save))
+    utils.on_save_checkpoint_success(str(save / "iter_0000100"), path, str(save), 100)
     assert noted == ["100"]
     assert is_there != ("W&B has no note of" in caplog.text)
 

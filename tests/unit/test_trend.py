@@ -68,7 +68,7 @@ found = functools.partial(json_of, "trend")
 
 @pytest.mark.parametrize("memory", ["1", "2KiB", "1GiB"])
 def test_norms_updates_and_largest_changes_of_each_layer(a_run: Path, memory: str, monkeypatch) -> None:
-    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(shared.MEMORY, "least_bytes", 1)
     reported = found(a_run, "--memory", memory)
     assert [one["iteration"] for one in reported["checkpoints"]] == list(STEPS)
     places = reported["groups"]["model"]["places"]
@@ -108,7 +108,7 @@ def test_every_element_of_every_checkpoint_is_read_once_and_nothing_is_written(
 
         monkeypatch.setattr(kind, "read_tensors", read)
     before = {path: path.stat().st_mtime_ns for path in a_run.parent.rglob("*")}
-    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
+    monkeypatch.setattr(shared.MEMORY, "least_bytes", 1)
     found(a_run, "--memory", "2KiB")
     expected = sum(tensor.nbytes for tensor in state(10).values())
     assert sizes == {a_run / f"iter_{step:07d}": expected for step in STEPS}

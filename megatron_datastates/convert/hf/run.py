@@ -21,8 +21,9 @@ from megatron_datastates.convert.trackers import one_at_a_time
 from megatron_datastates.engine.atomic_files import replace_file
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import BACKEND, RELEASE_NAME, TRACKER_NAME
-from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories
 from megatron_datastates.pipeline.runs.runs import is_complete
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 
 _FILE_BYTES = 4 << 30
 

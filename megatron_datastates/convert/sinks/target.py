@@ -33,6 +33,7 @@ from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object, open_regular, real_path
 from megatron_datastates.pipeline.runs.runs import format_of
+from megatron_datastates.units import size_text
 
 logger = logging.getLogger(__name__)
 CLAIM = ".datastates-claim-"
@@ -67,7 +68,7 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
     free = shutil.disk_usage(around).free
     if free < needed_bytes:
         raise StorageError(
-            f"{around} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed: free some "
+            f"{around} has {size_text(free)} free, and {size_text(needed_bytes)} are needed: free some "
             "space, or choose another target"
         )
 
@@ -87,7 +88,7 @@ def require_scratch(needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise StorageError(
-            f"{folder} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed there before "
+            f"{folder} has {size_text(free)} free, and {size_text(needed_bytes)} are needed there before "
             "they are uploaded: free some space, or set TMPDIR to another directory"
         )
 

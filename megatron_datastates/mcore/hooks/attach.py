@@ -56,11 +56,19 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def rebind(name: str, original: Any, replacement: Any) -> None:
-    """Replaces `original` in all modules, the user's script included, that have imported it by name."""
-    for module in list(sys.modules.values()):
+def rebind(name: str, original: Any, replacement: Any, besides: str = "") -> list[str]:
+    """Replaces `original` in all modules, the user's script included, that have imported it by name.
+
+    The modules of the package `besides` keep it. Returns the names of the others.
+    """
+    holders = []
+    for holder, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and vars(module).get(name) is original:
+            if holder.partition(".")[0] == besides:
+                continue
             setattr(module, name, replacement)
+            holders.append(holder)
+    return holders
 
 
 def attach_module(module: ModuleType) -> None:

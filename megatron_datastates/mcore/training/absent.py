@@ -13,8 +13,9 @@ from megatron_datastates.format.directory import (
     iteration_in_name,
     iteration_name,
 )
-from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, tracked_name
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories
 from megatron_datastates.pipeline.runs.runs import find_iterations, is_named_by_megatron
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 
 
 def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:

@@ -12,7 +12,7 @@ _loaded: Origin | None = None  # None until a load
 
 
 def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> None:
-    """Takes note of a load that resumed a run.
+    """Notes a load that resumed a run.
 
     Args:
         directory: of the checkpoint; None if there was none, or Megatron has not said which.

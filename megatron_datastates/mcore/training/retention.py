@@ -31,15 +31,10 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.mcore.training.tracker_recovery import mend
-from megatron_datastates.pipeline.near.places import remove_folder
+from megatron_datastates.pipeline.near.removal import remove_folder
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs.runs import (
-    find_iterations,
-    is_complete,
-    is_named_by_megatron,
-    read_tracked,
-    tracked_iteration,
-)
+from megatron_datastates.pipeline.runs.runs import find_iterations, is_complete, is_named_by_megatron
+from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _TRACKER_SECONDS = 1.0  # to be whole

@@ -17,12 +17,8 @@ from typing import Any
 from megatron_datastates.engine.atomic_files import replace_file
 from megatron_datastates.files import TRACKER_BYTES, any_path, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.runs.runs import (
-    complete_in,
-    has_file,
-    is_read_by_megatron,
-    iteration_named,
-)
+from megatron_datastates.pipeline.runs.runs import complete_in, has_file
+from megatron_datastates.pipeline.runs.tracker import is_read_by_megatron, iteration_named
 
 logger = logging.getLogger(__name__)
 

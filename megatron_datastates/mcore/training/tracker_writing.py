@@ -30,9 +30,11 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import replace
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
-from megatron_datastates.pipeline.near.places import read_published, remove_folder, save_ids_in
+from megatron_datastates.pipeline.near.places import read_published, save_ids_in
+from megatron_datastates.pipeline.near.removal import remove_folder
 from megatron_datastates.pipeline.runs.history import has_later_save
-from megatron_datastates.pipeline.runs.runs import is_complete, is_published, read_tracked
+from megatron_datastates.pipeline.runs.runs import is_complete, is_published
+from megatron_datastates.pipeline.runs.tracker import read_tracked
 from megatron_datastates.pipeline.saving.background import Answers
 
 logger = logging.getLogger(__name__)

@@ -150,7 +150,7 @@ class Drain:
             self._note_change()
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
-        """Takes note of a failed save; as Room.note_failed."""
+        """Notes a failed save; as Room.note_failed."""
         with self._lock:
             self._room.note_failed(near, save_id, withdraw)
             self._note_change()
@@ -272,7 +272,7 @@ class Drain:
                 return
             save.attempts += 1
             is_lost = isinstance(error, SourceError) or (
-                # Unreadable for a while. Later saves must not wait for it for ever.
+                # Unreadable for a while. Later saves must not wait for it forever.
                 isinstance(error, StorageError)
                 and save.attempts >= REPORTED_ATTEMPT
                 and len(self._to_copy) > 1

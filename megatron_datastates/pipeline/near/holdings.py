@@ -37,16 +37,13 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.near.copying import is_unread, why_not_whole
-from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
+from megatron_datastates.pipeline.near.nodes import nodes_in
+from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.runs.branches import Point, point_in, point_of
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME, Job, jobs_in
-from megatron_datastates.pipeline.runs.runs import (
-    complete_in,
-    is_published,
-    is_there,
-    require_tracked,
-)
+from megatron_datastates.pipeline.runs.runs import complete_in, is_published, is_there
+from megatron_datastates.pipeline.runs.tracker import require_tracked
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """What the run's directory says; rank 0 alone asks. The others only look whether they can read there."""
+    """What the run's directory says; rank 0 alone asks. The others only check whether they can read there."""
 
     tracked: int | None = None  # iteration that would be resumed from
     point: Point | None = None  # the same in the history of the run; None if it is not known

@@ -13,6 +13,7 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.places import Published
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
+from megatron_datastates.units import milliseconds
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +70,7 @@ class NearSave:
             "ended_at": round(time.time(), 3),
             "bytes": self.small_files.manifest.data_bytes,
             "node_bytes": self.copied_bytes,
-            "node_copying_ms": round(seconds * 1000, 3),
+            "node_copying_ms": milliseconds(seconds),
             "node_mb_per_s": round(self.copied_bytes / seconds / 1e6, 1) if seconds > 0 else 0.0,
-            "near_ms": round((time.monotonic() - self.near_since) * 1000, 3),
+            "near_ms": milliseconds(time.monotonic() - self.near_since),
         }

@@ -13,19 +13,13 @@ Nothing here imports torch or the native module.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import os
-import secrets
-import shutil
 import socket
 import stat
-from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
-
-import msgspec
 
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.files import (
@@ -35,53 +29,19 @@ from megatron_datastates.files import (
     names_in,
     open_regular,
     path_of,
-    put_back,
     read_regular,
     real_path,
     status_of_open,
 )
-from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
-from megatron_datastates.pipeline.runs.runs import is_published
-from megatron_datastates.stores import remove_below
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
 
 logger = logging.getLogger(__name__)
 _HASH_DIGITS = 16
 SPARE_BYTES = 64 << 20  # of a near tier that are left free
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
-NODES_NAME = "nodes.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _resolved: dict[Path, Path] = {}  # directories of runs without links in their paths, as seen last
-
-
-class NodeEntry(msgspec.Struct):
-    """One node that has files of a save in its near tier."""
-
-    name: str
-    ranks: list[int]  # whose files they are
-
-
-class Nodes(msgspec.Struct):
-    """Which nodes wrote a save to near tiers; stored with it on each."""
-
-    own: int  # which of them this node is
-    nodes: list[NodeEntry]
-
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
-
-
-_NODES = msgspec.json.Decoder(Nodes)  # made at import, as in manifest.py
-
-
-def nodes_in(folder: Path) -> Nodes | None:
-    """Returns which nodes wrote the save in a folder of a near tier; None if it does not say so."""
-    try:
-        nodes = _NODES.decode(read_regular(folder / NODES_NAME, MANIFEST_BYTES))
-    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
-        return None
-    return nodes if 0 <= nodes.own < len(nodes.nodes) else None
 
 
 def near_root(option: str | os.PathLike[str]) -> Path:
@@ -247,113 +207,11 @@ class Published:
         return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Holding:
-    """What a node's near tier has of one checkpoint."""
-
-    files: int  # data files
-    copies: dict[str, int]  # those of them that are copies, by the name of the node that wrote them
-    own: str  # this node's name, as of the save; empty if that is not known
-    elsewhere: list[str]  # the names of the other nodes that wrote files of it near
-    has_manifest: bool = True  # one that can be read
-
-
-def near_iterations(run: Path) -> dict[int, Holding]:
-    """Returns what a run's folder in a near tier holds, by iteration."""
-    holdings, folders = {}, list[Path]()
-    with contextlib.suppress(OSError):
-        folders = list(run.iterdir())
-    for folder in folders:
-        number = iteration_in_name(folder.name)
-        with contextlib.suppress(OSError):  # a drain removes it meanwhile
-            if number is not None and is_published(folder):
-                holdings[number] = _holding(folder)
-    return dict(sorted(holdings.items()))
-
-
-def _holding(folder: Path) -> Holding:
-    names = set(filter(is_data_file_name, os.listdir(folder)))
-    nodes, manifest = nodes_in(folder), manifest_in(folder)
-    if nodes is None or manifest is None:
-        return Holding(len(names), {}, "", [], manifest is not None)
-    ranks = [file.rank for file in manifest.files if file.name in names]  # without left-overs of other saves
-    others = [node for n, node in enumerate(nodes.nodes) if n != nodes.own]
-    copies = Counter(node.name for node in others for rank in ranks if rank in node.ranks)
-    return Holding(
-        len(ranks),
-        dict(copies),
-        nodes.nodes[nodes.own].name,
-        [node.name for node in others],
-    )
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes a checkpoint's directory, its manifest first. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        (folder / MANIFEST_NAME).unlink()
-    if is_object(folder):
-        remove_below(folder)
-    else:
-        shutil.rmtree(folder)
-
-
-def _take_manifest(folder: Path, save_ids: Collection[SaveId]) -> tuple[set[str], set[str]]:
-    """Removes the manifest from a folder if it is of one of these saves, or damaged. Raises OSError.
-
-    Returns:
-        What it has named; and what another one names, which stays.
-    """
-    path, nothing = folder / MANIFEST_NAME, set[str]()
-    aside = folder / f".datastates-{MANIFEST_NAME}-{secrets.token_hex(4)}.tmp"
-    try:
-        found, manifest = read_regular(path, MANIFEST_BYTES), manifest_in(folder)
-        if manifest is not None and manifest.save_id not in save_ids:
-            return nothing, manifest.names
-        path.rename(aside)
-        if aside.read_bytes() != found:  # a save has published there meanwhile
-            put_back(aside, path)
-            newer = manifest_in(folder)
-            return nothing, newer.names if newer is not None else nothing
-        aside.unlink()
-    except FileNotFoundError:
-        return nothing, nothing
-    return manifest.names if manifest is not None else nothing, nothing
-
-
-def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
-    """Removes saves' files from a checkpoint's folder, with what no other save needs there. Raises OSError.
-
-    Another save may be writing there: what comes while this looks is left.
-    """
-    linked, kept = _take_manifest(folder, save_ids)
-    names = {name: save_id_in_name(name) for name in os.listdir(folder)}
-    others = {name for name, own in names.items() if own is not None and own not in save_ids} - linked
-    is_alone = MANIFEST_NAME not in names and not others
-    # Names without a save id first: what a kill leaves has to say whose it is (earlier_jobs.py).
-    for name, own in sorted(names.items(), key=lambda item: item[1] is not None):
-        if (own in save_ids or is_alone) and name not in kept and not (folder / name).is_dir():
-            (folder / name).unlink(missing_ok=True)  # the saves themselves remove some
-    if is_alone:
-        with contextlib.suppress(OSError):  # it is not empty any more
-            folder.rmdir()
-
-
 def run_ids_in(run: Path) -> frozenset[int]:
     """Returns the run ids of the jobs that have files in a run's folder of a near tier."""
     with contextlib.suppress(OSError):
         return frozenset(save_id.run_id for folder in folders_of_run(run) for save_id in save_ids_in(folder))
     return frozenset()
-
-
-def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
-    """Removes what earlier jobs left of an iteration and of those before it. Ranks may do so at one time."""
-    for folder in folders_of_run(run):
-        number, ids = iteration_in_name(folder.name), save_ids_in(folder)
-        if number is None or number > iteration or any(one.run_id == own_run_id for one in ids):
-            continue
-        if ids:  # else a save of another rank may have just begun
-            with contextlib.suppress(OSError):
-                remove_saves(folder, ids)
 
 
 def folders_of_run(run: Path) -> list[Path]:

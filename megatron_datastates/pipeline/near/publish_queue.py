@@ -125,7 +125,7 @@ class PublishQueue:
         self._remove(save)
 
     def _note_failure(self, save: NearSave, error: Exception) -> None:
-        """Takes note that a save could not be published. Others do not wait for its next attempt."""
+        """Notes that a save could not be published. Others do not wait for its next attempt."""
         save.attempts, save.failed_at = save.attempts + 1, time.monotonic()
         if save.attempts == REPORTED_ATTEMPT:
             logger.error(

@@ -154,7 +154,7 @@ class Replicas:
         return self._server.endpoint.encode()
 
     def withdraw(self, save_id: SaveId) -> None:
-        """Takes note that a save is over."""
+        """Notes that a save is over."""
         if self._server is not None:
             self._server.withdraw(save_id)
 

@@ -21,7 +21,8 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import published_in, remove_saves, save_ids_in
+from megatron_datastates.pipeline.near.places import published_in, save_ids_in
+from megatron_datastates.pipeline.near.removal import remove_saves
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Room:
         self._has_published = False  # this job, near or far. Threads set it, and never take it back
 
     def begin(self, save: NearSave) -> None:
-        """Takes note of a save that was just published near."""
+        """Notes a save that was just published near."""
         self.note_published()
         if save.near is not None:
             self._earlier_jobs.begin(save.near.parent, save.save_id.run_id)
@@ -55,7 +56,7 @@ class Room:
         self._earlier_jobs.is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
-        """Takes note of a failed save: its files in this folder go, once another one is published.
+        """Notes a failed save: its files in this folder go, once another one is published.
 
         Args:
             withdraw: waits until the save stores nothing more there, and returns the manifest that was there

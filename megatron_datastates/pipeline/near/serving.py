@@ -176,7 +176,7 @@ class _HttpServer(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def note_known(self, request: Any) -> None:
-        """Takes note that a connection has shown the key, or is over."""
+        """Notes that a connection has shown the key, or is over."""
         with self._lock:
             self._strangers.pop(request, None)
 

@@ -21,7 +21,7 @@ from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
+from megatron_datastates.pipeline.near.nodes import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles, encoded_manifest

@@ -30,16 +30,18 @@ from megatron_datastates.pipeline.near.places import (
     near_run,
     node_of,
     occupied_bytes,
-    remove_earlier,
     warn_if_shared,
 )
+from megatron_datastates.pipeline.near.removal import remove_earlier
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
 from megatron_datastates.pipeline.near.share import NearPlace
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
-from megatron_datastates.pipeline.runs.runs import is_complete, read_tracked, tracked_iteration
+from megatron_datastates.pipeline.runs.runs import is_complete
+from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration
 from megatron_datastates.pipeline.saving.background import Answers
 from megatron_datastates.pipeline.saving.milestones import SaveContext
+from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 5.0  # for --save, once
@@ -104,7 +106,7 @@ class NearTier:
                     warn_if_shared(self.root)
             place = NearPlace(self._node, host_name())
             publication.publisher.place = place
-            if self._is_behind(directory):
+            if self._is_rolled_back(directory):
                 return None
             folder = self._run_folder(directory) / directory.name
             lack = self._lack_of_room(publication.save.context, folder, wanted_bytes)
@@ -174,7 +176,7 @@ class NearTier:
             for publication, folder, size in self._begun
         )
 
-    def _is_behind(self, checkpoint: Path) -> bool:
+    def _is_rolled_back(self, checkpoint: Path) -> bool:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
 
         A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it. An
@@ -205,7 +207,7 @@ class NearTier:
         self._is_warned = True
 
     def on_end(self, publication: Publication) -> None:
-        """Takes note of a save that is over."""
+        """Notes a save that is over."""
         context, publisher = publication.save.context, publication.publisher
         near = publisher.near
         if self.replicas is not None:
@@ -305,7 +307,7 @@ def _report_of(publication: Publication, copied: Copied) -> dict[str, Any]:
         "error": error or None,
         "incomplete_ranks": incomplete,
         "started_at": round(copied.started_at, 3),
-        "copying_ms": round(copied.seconds * 1000, 3),
+        "copying_ms": milliseconds(copied.seconds),
         "partners": copied.origins,
         "files": copied.files,
         "bytes": copied.bytes,

@@ -38,12 +38,12 @@ class PendingResult(Protocol[T_co]):
 class PollableResult(PendingResult[T_co], Protocol[T_co]):
     """One that another thread may read, once.
 
-    The trainer's thread looks whether it is over, and then reading it makes no call of the device: torch
+    The trainer's thread checks whether it is over, and then reading it makes no call of the device: torch
     captures CUDA graphs in global mode, in which another thread that queries an event breaks the capture.
     """
 
     def is_over(self) -> bool:
-        """Looks whether `result` would return at once."""
+        """Returns whether `result` would return at once."""
         ...
 
 

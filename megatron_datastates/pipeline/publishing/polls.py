@@ -126,7 +126,7 @@ class Polls:
 
         Args:
             polled: the save that the program polls.
-            waits: the program polls until that save is over: for ever, if polls took no step.
+            waits: the program polls until that save is over: forever, if polls took no step.
 
         Raises:
             DataStatesError: another start or poll is further up the stack, and would have to go on first.

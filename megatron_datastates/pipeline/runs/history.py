@@ -12,7 +12,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.runs.branches import Point, known_point, point_in
 from megatron_datastates.pipeline.runs.jobs import MOST_JOBS, Job, jobs_in
-from megatron_datastates.pipeline.runs.runs import tracked_iteration
+from megatron_datastates.pipeline.runs.tracker import tracked_iteration
 
 _FIRST_READ = 16  # manifests
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, some_of
-from megatron_datastates.files import TRACKER_BYTES, folders_in, is_object, names_in, read_regular
+from megatron_datastates.files import folders_in, is_object, names_in
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TORCH_DIST_INDEX,
@@ -20,7 +20,8 @@ from megatron_datastates.format.directory import (
     iteration_name,
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_of_a_checkpoint
-from megatron_datastates.pipeline.runs.runs import iteration_named, stored_backend
+from megatron_datastates.pipeline.runs.runs import stored_backend
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 
 _MOST_NAMED = 8
 
@@ -148,27 +149,6 @@ def _is_seen_as_run(path: Path) -> bool:
 def is_checkpoint_name(name: str) -> bool:
     """Returns whether Megatron gives this name to a checkpoint of a run: `iter_0000100`, or `release`."""
     return name == RELEASE_NAME or iteration_in_name(name) is not None
-
-
-def tracked_name(run: Path) -> str | None:
-    """Returns the name of the directory that a run's tracker names; None without a tracker that names one.
-
-    Raises:
-        StorageError: it is there and cannot be read.
-    """
-    tracker = run / TRACKER_NAME
-    try:
-        text = read_regular(tracker, TRACKER_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StorageError(
-            f"{tracker} cannot be read: {error.strerror}", code=error.errno or 0, path=str(tracker)
-        ) from error
-    number = iteration_named(text)
-    if number is not None:
-        return iteration_name(number)
-    return RELEASE_NAME if text.strip() == RELEASE_NAME.encode() else None
 
 
 def checkpoint_directories(run: Path) -> list[Path]:

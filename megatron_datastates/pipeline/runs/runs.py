@@ -1,4 +1,4 @@
-"""What lies in the directory of a run: its iterations, the format of each, and its tracker file.
+"""What lies in the directory of a run: its iterations, and the format of each.
 
 A checkpoint has the format that its metadata.json names. It is also ours if it has our manifest, if
 metadata.json is missing or torch_dist's, and if there is no index of torch_dist: then a save was published,
@@ -17,7 +17,6 @@ import datetime
 import errno
 import json
 import os
-import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from megatron_datastates.errors import DataStatesError, FormatError, NotACheckpo
 from megatron_datastates.files import (
     DOCUMENT_BYTES,
     MANIFEST_BYTES,
-    TRACKER_BYTES,
     any_path,
     folders_in,
     is_denied,
@@ -45,7 +43,6 @@ from megatron_datastates.format.directory import (
     LEGACY_FILE,
     LEGACY_FOLDER,
     METADATA_NAME,
-    RELEASE_NAME,
     TORCH_DIST,
     TORCH_DIST_INDEX,
     is_of_a_format,
@@ -54,7 +51,6 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
-_NAMED = re.compile(rb"(iter_)?([0-9]{1,18})")
 # What is there is no document: a directory, a pipe, or far too large.
 _NO_DOCUMENT = (errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 
@@ -363,63 +359,6 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(members, dict):
         raise FormatError(f"{path} is damaged: it holds no JSON object")
     return members
-
-
-def tracked_iteration(tracker: Path) -> int | None:
-    """Returns the iteration that a tracker file names; None if there is no such file, or no number in it."""
-    with contextlib.suppress(OSError):
-        return read_tracked(tracker)
-    return None
-
-
-def read_tracked(tracker: Path) -> int | None:
-    """Returns the iteration that a tracker file names; None if there is no such file, or no number in it.
-
-    Raises:
-        OSError: it is there and cannot be read.
-    """
-    try:
-        return iteration_named(read_regular(tracker, TRACKER_BYTES))
-    except FileNotFoundError:
-        return None
-
-
-def require_tracked(tracker: Path) -> int | None:
-    """Returns the iteration that a tracker names, for callers that remove what is not tracked.
-
-    None without a tracker, or if it says `release`.
-
-    Raises:
-        StorageError: it is there and cannot be read.
-        FormatError: it says something else, or nothing.
-    """
-    advice = "correct it, or remove it if no checkpoint beside it is to be resumed from"
-    try:
-        text = read_regular(tracker, TRACKER_BYTES)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and not tracker.is_symlink():
-            return None
-        more = "" if is_denied(error) else f"; {advice}"
-        raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}{more}") from error
-    named = iteration_named(text)
-    if named is None and text.strip() != RELEASE_NAME.encode():
-        raise FormatError(f"the tracker {tracker} holds neither a number nor 'release': {advice}")
-    return named
-
-
-def iteration_named(text: bytes) -> int | None:
-    """Returns the iteration that a tracker's content names; None if it names none.
-
-    People write the name of its directory, too.
-    """
-    match = _NAMED.fullmatch(text.strip())
-    return int(match[2]) if match else None
-
-
-def is_read_by_megatron(text: bytes) -> bool:
-    """Returns whether Megatron can read a tracker's content: a number, or `release`."""
-    match = _NAMED.fullmatch(text.strip())
-    return match[1] is None if match else text.strip() == RELEASE_NAME.encode()
 
 
 def stored_bytes(directory: Path) -> int:

@@ -1,7 +1,7 @@
 """Flags that threads wait for, safe against a trainer whose signal handlers raise exceptions.
 
 threading.Event guards itself with a lock. A signal handler that raises (Ctrl-C, SystemExit at a SIGTERM) in
-the middle of its `set` or `wait` may leave that lock held, and then the next call waits for ever. So whatever
+the middle of its `set` or `wait` may leave that lock held, and then the next call waits forever. So whatever
 the trainer's thread sets or waits for is a Flag.
 """
 

@@ -106,7 +106,7 @@ class _Result:
             return
         try:
             self._encoded = encode()
-        except BaseException as error:  # or somebody would wait for ever
+        except BaseException as error:  # or somebody would wait forever
             self._error.append(error)
         self._done.set()
 

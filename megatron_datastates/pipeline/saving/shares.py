@@ -13,6 +13,7 @@ from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.saving.plans import StatePlan
 from megatron_datastates.pipeline.saving.tail import PartCosts
 from megatron_datastates.providers.collect import Part
+from megatron_datastates.units import milliseconds
 
 
 def provider_shares(
@@ -43,5 +44,5 @@ def _share(plan: StatePlan, part: Part, tail: PartCosts) -> dict[str, Any]:
         "streams": tail.entries.get(Kind.STREAM, 0),
         "tail_bytes": tail.logical_bytes,
         "tail_stored_bytes": tail.bytes,
-        "tail_ms": round(tail.seconds * 1000, 3),
+        "tail_ms": milliseconds(tail.seconds),
     }

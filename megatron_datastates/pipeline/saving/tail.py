@@ -313,7 +313,7 @@ class _EntryWrite:
     def __init__(self, write: Write, key: str, late: list[ProviderError]) -> None:
         self._write: Write | None = write
         self._key, self._late = key, late
-        self._lock = threading.RLock()  # an interrupt may leave it held: then `end` does not wait for ever
+        self._lock = threading.RLock()  # an interrupt may leave it held: then `end` does not wait forever
 
     def __call__(self, data: Any) -> int:
         with self._lock:

@@ -25,13 +25,14 @@ from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.publishing.presence import names_in_manifest
 from megatron_datastates.pipeline.runs.runs import Iteration, format_answered
+from megatron_datastates.pipeline.runs.tracker import read_tracker
 from megatron_datastates.pipeline.upkeep.left_overs import (
     content_of,
     under_way,
     unfinished_uploads,
     unnamed_files,
 )
-from megatron_datastates.pipeline.upkeep.retention import TRACKED_NEXT, may_be_tracked_next, read_tracker
+from megatron_datastates.pipeline.upkeep.retention import TRACKED_NEXT, may_be_tracked_next
 
 
 class ObjectRemoval:

@@ -36,7 +36,6 @@ from megatron_datastates.format.directory import (
     BACKEND,
     METADATA_NAME,
     REMOVAL_NAME,
-    TRACKER_NAME,
     iteration_name,
 )
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -50,8 +49,8 @@ from megatron_datastates.pipeline.runs.runs import (
     find_answered,
     find_iterations,
     is_named_by_megatron,
-    require_tracked,
 )
+from megatron_datastates.pipeline.runs.tracker import Tracker, read_tracker
 from megatron_datastates.pipeline.upkeep.left_overs import (
     UnnamedFile,
     age_text,
@@ -161,14 +160,6 @@ def plan_prune(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tracker:
-    """What a tracker says, and when it was written."""
-
-    iteration: int | None
-    written_at: float  # by the file system's clock; 0 if there is no tracker
-
-
-@dataclasses.dataclass(frozen=True)
 class _Listing:
     """What is directly in a run's directory."""
 
@@ -205,18 +196,6 @@ def _list(path: Path, others: OtherFormats) -> _Listing:
     if not iterations and not uploads:
         raise NotACheckpointError(why_no_run(path, or_else=""))
     return _Listing(iterations, read_tracker(path), links, uploads, note)
-
-
-def read_tracker(run: Path) -> Tracker:
-    """Reads the tracker of a run. Raises as require_tracked."""
-    tracker, written_at = run / TRACKER_NAME, 0.0
-    try:
-        written_at = tracker.stat().st_mtime  # first: if it is replaced meanwhile, its age protects more
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}") from error
-    return Tracker(require_tracked(tracker), written_at)
 
 
 def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:

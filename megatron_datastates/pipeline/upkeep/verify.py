@@ -25,6 +25,7 @@ from megatron_datastates.errors import (
     NotACheckpointError,
     StorageError,
     UnsafeObjectError,
+    some_of,
 )
 from megatron_datastates.files import DOCUMENT_BYTES, is_out_of_reach, names_in, status_of
 from megatron_datastates.format.directory import (
@@ -265,10 +266,9 @@ def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
         return
     partial = [key for key, state in states.items() if state.stored_elements < math.prod(state.global_shape)]
     if partial:
-        more = f" and {len(partial) - 1} more" if len(partial) > 1 else ""
         verdict.notes.append(
-            f"{partial[0]!r}{more} is stored in part: the rest has no optimizer state, as when layers "
-            "are frozen"
+            f"{some_of([repr(key) for key in partial], 1)} is stored in part: the rest has no optimizer "
+            "state, as when layers are frozen"
         )
 
 

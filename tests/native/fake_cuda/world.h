@@ -75,7 +75,7 @@ struct World {
   bool copies_held = false;     // none begins to run
   int microseconds_per_copy = 0;
   double nanoseconds_per_byte = 0;
-  bool lost = false;       // some call was ordered to fail for ever
+  bool lost = false;       // some call was ordered to fail forever
   bool capturing = false;  // some thread captures a graph in global mode
 };
 

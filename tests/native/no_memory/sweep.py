@@ -122,7 +122,7 @@ class Attempt:
             with self.or_cancelled(save):
                 self.engine.finish(job=save.job, footer=FOOTER, offset=save.end)
             assert save.reaches(Milestone.DURABLE), save.status
-        assert save.reaches(Milestone.STAGED), "a source is read for ever"
+        assert save.reaches(Milestone.STAGED), "a source is read forever"
         assert save.reaches(Milestone.RELEASED), "a failed save holds on to something"
         if not save.error:
             save.assert_stored()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.cli.shared import advancing, counted, note, print_json, say, size_text
+from megatron_datastates.cli.shared import advancing, counted, note, print_json, say
 from megatron_datastates.errors import DataStatesError, describe_error
 from megatron_datastates.format.directory import is_through_dcp, iteration_in_name
+from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.weights_only import DropPlan
