@@ -145,9 +145,8 @@ def export(
 def _with_states(source: Source, patterns: Sequence[str]) -> Source:
     """Returns a view with optimizer state by parameter, if a pattern asks for what is stored in buckets."""
     from megatron_datastates.convert.sources.by_parameter import ByParameterSource
-    from megatron_datastates.convert.sources.datastates import DataStatesSource
     from megatron_datastates.pipeline.loading.optimizer import PREFIX, has_optimizer_maps
 
     asked = any(pattern.startswith(f"{PREFIX}.") for pattern in patterns)
-    in_buckets = isinstance(source, DataStatesSource) and has_optimizer_maps(source.checkpoint)
+    in_buckets = source.checkpoint is not None and has_optimizer_maps(source.checkpoint)
     return ByParameterSource(source) if asked and in_buckets else source

@@ -177,7 +177,6 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     """Returns the verdict, or why there is none."""
     from megatron_datastates.convert.integrity import data_bytes, verify_source
     from megatron_datastates.convert.open import open_source
-    from megatron_datastates.convert.sources.datastates import DataStatesSource
     from megatron_datastates.files import is_out_of_reach
     from megatron_datastates.pipeline.loading.load import Checkpoint
     from megatron_datastates.pipeline.runs.runs import is_published, require_readable
@@ -194,7 +193,7 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
 
             # A manifest makes it ours, whatever other files say: that they do is a fault.
             source = None if is_published(directory) else open_source(directory)
-            if source is None or isinstance(source, DataStatesSource):
+            if source is None or source.checkpoint is not None:
                 files = Checkpoint.open(directory).manifest.files
                 progress.update(task, total=sum(file.footer_offset for file in files))
                 return verify_checkpoint(directory, quick=quick, progress=advance)

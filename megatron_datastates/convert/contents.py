@@ -155,10 +155,9 @@ def _numbered(whole: Content, name: str, layer: int) -> Content:
 
 
 def _optimizer_state(source: Source) -> Mapping[str, StateTensor]:
-    from megatron_datastates.convert.sources.datastates import DataStatesSource
     from megatron_datastates.pipeline.loading.optimizer import optimizer_state
 
-    return optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
+    return {} if source.checkpoint is None else optimizer_state(source.checkpoint)
 
 
 def _count(files: npt.NDArray[np.integer[Any]] | None) -> int | None:

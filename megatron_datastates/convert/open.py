@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format: the one module that knows the concrete sources.
+"""Opens a checkpoint of any format: the one module that chooses among all sources.
 
 Each is imported when it is used: looks at one format are not to wait for the others, and zarr is optional.
 """

@@ -148,9 +148,7 @@ def _stored(data: bytes, where: str) -> Any:
 
 
 def _common_file(source: Source) -> bytes:
-    from megatron_datastates.convert.sources.datastates import DataStatesSource
-
-    if isinstance(source, DataStatesSource):
+    if source.checkpoint is not None:
         if any(other.name == COMMON_FILE for other in source.checkpoint.manifest.others):
             return source.checkpoint.read_other(COMMON_FILE)
     elif (source.directory / COMMON_FILE).exists():

@@ -6,11 +6,11 @@ Buckets depend on the parallel layout, and one bucket has elements of many layer
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from megatron_datastates.convert.sources.by_parameter import tensors_by_parameter
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Slice, Source, SourceTensor, fragment_with
 from megatron_datastates.errors import FormatError
@@ -48,16 +48,13 @@ class ByParameter:
         """Reads the optimizer maps. Raises FormatError: they are damaged, or do not fit the checkpoint."""
         self._stored, self.directory = stored, stored.directory
         self._states = BucketStates(stored.checkpoint)
-        own = {key: entry for key, entry in stored.tensors.items() if key not in self._states.buckets}
+        self.tensors = tensors_by_parameter(stored, self._states)
         for key, state in self._states.items():
-            if key in own:
-                raise FormatError(f"{stored.directory} has {key!r} both in buckets and by parameter")
             elements = math.prod(state.global_shape)
             if elements > _MOST_PER_STORED * state.stored_elements:
                 raise FormatError(
                     f"{key!r} has holes: {state.stored_elements} of {elements} elements are stored"
                 )
-        self.tensors: Mapping[str, SourceTensor] = ChainMap(own, dict(self._states.items()))
 
     @property
     def buckets(self) -> set[str]:

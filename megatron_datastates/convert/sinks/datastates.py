@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.convert.sinks.sink import Bytes, Progress, Sink
-from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.convert.stored_arguments import parallel_sizes, training_arguments
 from megatron_datastates.dcp.facts import Facts
@@ -23,7 +22,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import StreamedFile
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.directory import COMMON_FILE, iteration_in_name
+from megatron_datastates.format.directory import BACKEND, COMMON_FILE, iteration_in_name
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
@@ -89,7 +88,7 @@ class DataStatesSink(Sink):
         save_id, world_size: the same in all processes that write files of this checkpoint.
     """
 
-    format = DataStatesSource.format
+    format = BACKEND
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class DataStatesSink(Sink):
         Args:
             group: which of the rank's data files it is.
         """
-        if not isinstance(self.source, DataStatesSource):
+        if self.source.checkpoint is None:
             for key in contents.objects:
                 self._check(self.source.read_object(key), key)
         fragments = [self.source.fragment(*one) for one in contents.fragments]
@@ -206,9 +205,9 @@ class DataStatesSink(Sink):
 
     def _sha256(self, placed: _Placed) -> bytes:
         """Returns the SHA-256 that the source has of an object or a stream."""
-        if not isinstance(self.source, DataStatesSource):
-            return NOT_RECORDED
         checkpoint = self.source.checkpoint
+        if checkpoint is None:
+            return NOT_RECORDED
         find = checkpoint.stream_entry if placed.kind == Kind.STREAM else checkpoint.object_entry
         return find(placed.key)[1].sha256
 

@@ -32,6 +32,15 @@ from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.plan.strided import boxes_in_range
 
 
+def tensors_by_parameter(stored: DataStatesSource, states: BucketStates) -> Mapping[str, SourceTensor]:
+    """Returns the stored tensors, with states in place of buckets. Raises FormatError: one is there twice."""
+    own = {key: entry for key, entry in stored.tensors.items() if key not in states.buckets}
+    twice = own.keys() & states.keys()
+    if twice:
+        raise FormatError(f"{stored.directory} has {min(twice)!r} both in buckets and by parameter")
+    return ChainMap(own, dict(states.items()))
+
+
 class ByParameterSource(Source):
     """See Source. A view of another source."""
 
@@ -74,11 +83,7 @@ class ByParameterSource(Source):
                 f"{stored.directory} has no common state, which --optimizer fully-reshardable needs: "
                 "it was not saved by Megatron"
             )
-        own = {key: entry for key, entry in stored.tensors.items() if key not in states.buckets}
-        twice = own.keys() & states.keys()
-        if twice:
-            raise FormatError(f"{stored.directory} has {min(twice)!r} both in buckets and by parameter")
-        self._tensors: Mapping[str, SourceTensor] = ChainMap(own, dict(states.items()))
+        self._tensors = tensors_by_parameter(stored, states)
 
     def require_whole(self) -> None:
         """Raises OptionError for a state of only a part of its parameter, as where layers are frozen.

@@ -48,6 +48,7 @@ class DataStatesSource(Source):
     """See Source."""
 
     format = "datastates"
+    checkpoint: Checkpoint
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_datastates.convert.sources.dcp_index import Records
     from megatron_datastates.dcp.facts import Facts
     from megatron_datastates.format.manifest import Manifest
+    from megatron_datastates.pipeline.loading.load import Checkpoint
 
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class Source(ABC):
 
     format: str  # as --ckpt-format names it
     uncovered = ""  # what checks cannot find in this format
+    checkpoint: Checkpoint | None = None  # the same as loads open it, if it is of our format
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
