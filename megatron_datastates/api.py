@@ -20,7 +20,7 @@ from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.filling import fill
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.loading.restoring import restore
+from megatron_datastates.pipeline.loading.restoring import require_stored, restore
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver_pool import saver_for
@@ -241,6 +241,7 @@ def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     found |= checkpoint.read_objects(name for name in others if name not in found)
     # Ranks that have nothing of a state pass {} beside the one that has it all.
     found |= _load_below(checkpoint, {name for name in empty & stored if is_empty(found[name])})
+    require_stored(checkpoint, providers)
     # Last, so that a load that is refused has changed nothing.
     fill(checkpoint, {name: (shard.place_of(name), shard.tensor) for name, shard in shards.items()})
     restore(checkpoint, providers)

@@ -168,8 +168,8 @@ class Options:
         one_of("raise", "warn"),
         "raise|warn",
         "what a failed save in Megatron's training loop, and a failed asynchronous one after enable(), does "
-        "on every rank: raise an error, which ends training, or log a warning and train on, until the run "
-        "ends; if its last save has failed, it ends with an error (default raise)",
+        "on every rank: raise an error, which ends training, or log a warning and train on; Megatron's "
+        "training loop then raises an error at its end if the last save has failed (default raise)",
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",

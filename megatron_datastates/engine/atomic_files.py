@@ -99,9 +99,9 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException as error:  # including an interrupt
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-        raise
+        if not isinstance(error, OSError) or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def temporary_beside(path: Path, save_id: SaveId) -> Path:

@@ -94,6 +94,7 @@ class Saver:
         extras: PublicationExtras | None = None,
         await_copies: bool = False,
         far_published: Callable[[SaveId, bool], None] | None = None,
+        is_of_training: bool = False,
     ) -> Publication:
         """Starts a save of this rank's part of the state into `directory`.
 
@@ -109,6 +110,8 @@ class Saver:
                 with whether it is called again if it raises an error (from a near tier). Of a save that it
                 raises an error for, nothing is removed. Allows a near tier, if the options
                 name one; the call then comes after the save is published.
+
+            is_of_training: whether a training loop makes it (SaveSession.last_error).
 
         Raises:
             BaseException: KeyboardInterrupt and the like (errors.is_interrupt), which end the save.
@@ -140,6 +143,7 @@ class Saver:
                     ended=self._on_end,
                     released=functools.partial(self._report_once, mode=mode),
                 )
+                publication.is_of_training = is_of_training
                 self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
                 return publication
             finally:

@@ -34,7 +34,7 @@ class SaveSession:
         self.memory_wait_reported = False  # logged once
         self._published: tuple[int, Path | None] = 0, None  # the last one's ordinal, and its directory
         self._failed: list[int] = []  # the ordinals of later saves that have failed
-        self.last_error = ""  # of the last save, if that has failed; the same on all ranks
+        self._last: tuple[int, str] = 0, ""  # the ordinal of the training loop's last save, and its error
         self._run_id: int | None = None
         self._ordinal = 0
 
@@ -47,7 +47,7 @@ class SaveSession:
         if not self.collectives.is_current():
             self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
             self._run_id, self._ordinal, self.links = None, 0, Links()
-            self._published, self._failed, self.last_error = (0, self._published[1]), [], ""
+            self._published, self._failed, self._last = (0, self._published[1]), [], (0, "")
 
     @property
     def polls(self) -> Polls:
@@ -69,8 +69,7 @@ class SaveSession:
         ordinal = context.save_id.ordinal
         if publication.outcome is Outcome.PUBLISHED:
             self._published = max(self._published, (ordinal, context.directory))
-            if ordinal >= max(self._failed, default=0):
-                self.last_error = ""
+            self._note_of_training(publication)
             return
         if publication.is_abandoned:  # not on all ranks alike
             return
@@ -81,5 +80,14 @@ class SaveSession:
             if self._published[1] is not None:
                 last = f" since {self._published[1].name} was published"
             publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
-        if ordinal > self._published[0]:
-            self.last_error = publication.error or ""
+        self._note_of_training(publication)
+
+    def _note_of_training(self, publication: Publication) -> None:
+        if publication.is_of_training:
+            ordinal = publication.save.context.save_id.ordinal
+            self._last = max(self._last, (ordinal, publication.error or ""))
+
+    @property
+    def last_error(self) -> str:
+        """Returns why the training loop's last save has failed, on all ranks alike; empty if it has not."""
+        return self._last[1]

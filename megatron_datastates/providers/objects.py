@@ -272,7 +272,7 @@ def _check_with(execute: Callable[[], object], key: str, refusal: str, trust: bo
         execute()
         return True
     except UnsafeObjectError as error:
-        if not trust:
+        if not trust or (isinstance(error, PartOfTensorError) and refusal == _NOT_SAVED):
             raise _refusal(f"object {key!r} {refusal}", error) from error.__cause__
         logger.warning("object %r can be loaded only with --datastates-trust-objects on: %s", key, error)
         return False

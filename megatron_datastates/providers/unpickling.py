@@ -92,7 +92,7 @@ class PartOfTensorError(UnsafeObjectError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"it contains a {_DTENSOR}, of which only this rank's part would be stored: pass that as a "
+            f"it contains a {_DTENSOR}, whose pickle has one rank's part alone: pass that as a "
             "ds.Shard and a value of the state itself, outside of lists and objects, or save by DCP"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import pickle
 import tempfile
@@ -450,6 +451,7 @@ def test_each_of_many_ranks_lists_a_run_without_a_look_at_its_checkpoints(
         ("file/run", 0, "file is no directory"),
         ("closed/run", 0, "closed is not writable"),
         ("closed/run", 1, ""),
+        ("away/run", 0, "Transport endpoint is not connected"),
     ],
 )
 def test_a_directory_that_takes_no_checkpoints_is_warned_of_before_the_first_save(
@@ -464,8 +466,16 @@ def test_a_directory_that_takes_no_checkpoints_is_warned_of_before_the_first_sav
     (tmp_path / "closed").mkdir()
     access = os.access  # as on a file system that is mounted for reading: root may write anywhere else
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed" and access(path, mode))
+    stat = os.stat
+
+    def away(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if "away" in os.fspath(path):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", away)
     checks.warn_of_save(namespace(save=str(tmp_path / save), rank=rank))
-    assert ("no checkpoint can be saved there now, as " in caplog.text) == bool(said) and said in caplog.text
+    assert ("no checkpoint can be saved there now: " in caplog.text) == bool(said) and said in caplog.text
 
 
 def test_falling_back_needs_a_number_of_checkpoints_to_look_at() -> None:

@@ -237,7 +237,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, into: Any, error: type[Exc
         ds.load(tmp_path / "ck", into=into)
 
 
-@pytest.mark.parametrize("wanted", [{"missing": None}, {"opt": {}}, {"own": None}, {"w2": torch.zeros(2)}])
+class Stateless:
+    """A state provider that has stored nothing."""
+
+    def entries(self) -> Iterator[TensorSource]:
+        yield from ()
+
+    def restore(self, reader: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"missing": None}, {"opt": {}}, {"own": None}, {"w2": torch.zeros(2)}, {"later": Stateless()}],
+)
 def test_a_load_that_is_refused_changes_no_tensor(wanted: dict[str, Any], tmp_path: Path) -> None:
     """A program may go on with what it has, as where an older checkpoint lacks what it saves now."""
     ds.save({"w": torch.ones(3), "own": fractions.Fraction(1, 3)}, tmp_path, trust_objects=True)

@@ -513,7 +513,7 @@ def test_what_the_end_of_training_has_given_up_goes_to_the_store_with_the_next_t
     check(nodes, 1)
 
 
-def test_a_drain_that_ended_after_a_wait_in_vain_takes_the_saves_of_the_next_training(
+def test_a_drain_that_was_waited_for_in_vain_takes_the_saves_of_the_next_training(
     store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.3)
@@ -530,11 +530,33 @@ def test_a_drain_that_ended_after_a_wait_in_vain_takes_the_saves_of_the_next_tra
     store.heal()
     nodes.ranks.savers[1].near.finish_objects()
     eventually(lambda: not first._queue.saves)
-    assert first._thread.join(60.0)
     save(nodes, 2)
     nodes.close()
     check(nodes, 1)
     check(nodes, 2)
+
+
+def test_the_last_save_is_drained_after_an_earlier_wait_in_vain(
+    store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.3)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(drain, "_LOOK_SECONDS_OBJECTS", 0.05)
+    nodes = FarNodes(tmp_path, drain_every=2, near_keep=2)
+    drains = [saver.near.drain for saver in nodes.ranks.savers]
+    save(nodes, 1)
+    store.fail("(PUT|POST) .*-00001", EXPIRED)  # of the other node
+    save(nodes, 2)  # of these two, only this one is drained before the end
+    eventually(lambda: drains[0]._queue.saves)
+    drains[0].finish_objects()
+    assert drains[0]._queue.saves, "it has waited in vain"
+    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 60.0)
+    save(nodes, 3)  # of the next training; it stays near until the end
+    store.heal()
+    eventually(lambda: not drains[0]._queue.saves)
+    nodes.close()
+    check(nodes, 2)
+    check(nodes, 3)
 
 
 def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(

@@ -96,13 +96,14 @@ def test_a_corrupt_tensor_in_an_object_is_damage_even_where_all_objects_are_trus
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_a_part_of_a_tensor_is_no_object(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_part_of_a_tensor_is_no_object(trust: bool, tmp_path: Path) -> None:
     """torch trusts DTensors in any program that has imported them, and in no other."""
     mesh = init_device_mesh("cpu", (1,))
     value = [DTensor.from_local(torch.ones(2), mesh, [Shard(0)])]
     with torch.serialization.safe_globals([DTensor]):
         with pytest.raises(SaveFailedError, match=r"'x' was not saved.*DTensor.*ds\.Shard") as found:
-            ds.save({"x": value}, tmp_path / "c", **SMALL)
+            ds.save({"x": value}, tmp_path / "c", **SMALL, trust_objects=trust)
         assert "add_safe_globals" not in str(found.value)
 
 

@@ -28,7 +28,7 @@ from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.pipeline.session import SaveSession
-from tests.unit.states import OPTIONS, SMALL, data_files
+from tests.unit.states import OPTIONS, SMALL, State, data_files, new_saver
 
 STATE = {"w": torch.arange(1000.0)}
 MANY = 12  # sets of options; more than are kept
@@ -222,3 +222,17 @@ def test_a_saver_of_ones_own_shares_nothing() -> None:
     kept.warm_up()
     assert kept.engine_owner is None and kept._engine is not own._engine
     own.close()
+
+
+def test_the_error_of_a_runs_last_save_is_not_that_of_a_programs_own(tmp_path: Path) -> None:
+    saver = new_saver(faults="sync:2:EIO,sync:4:EIO")
+    errors = []
+    for number, is_of_training in enumerate([True, True, False, False, True]):
+        publication = saver.start(
+            tmp_path / str(number), State({"w": torch.ones(9)}), is_of_training=is_of_training
+        )
+        publication.wait()
+        errors.append(saver.session.last_error)
+    saver.close()
+    assert not errors[0] and not errors[4]
+    assert errors[1] == errors[2] == errors[3] and str(tmp_path / "1") in errors[1]

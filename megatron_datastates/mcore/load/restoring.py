@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from megatron_datastates.errors import MissingKeyError
 from megatron_datastates.mcore.dataloader import LOOP
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.providers import DATA_LOADER, registered
@@ -18,10 +19,16 @@ def restore_registered(checkpoint: Checkpoint) -> None:
 
     Raises:
         ProviderError: the `restore` of one raised an exception.
+        MissingKeyError: one has no state in an older checkpoint that is loaded in place of a damaged one.
     """
     wanted = registered(state.current().options().providers)
     providers = {DATA_LOADER: LOOP, **wanted}
     absent = {name for name in providers if PrefixReader(checkpoint, name).is_empty}
+    if state.current().is_fallback and absent & wanted.keys():
+        raise MissingKeyError(
+            f"{checkpoint.directory} has no state of the provider {min(absent & wanted.keys())!r}, which the "
+            "damaged checkpoint may have restored already: start again, and choose it with --ckpt-step"
+        )
     for name in sorted(absent & wanted.keys()):
         logger.warning(
             "%s has no state of the provider %r, which stays as it is: the checkpoint was saved without it",

@@ -39,6 +39,7 @@ class Load:
     options: Callable[[], Options] = Options.from_environment  # in the training loop, from its arguments
     restores_providers: Callable[[], bool] = lambda: True
     in_training_loop: bool = False  # within load_checkpoint, which all ranks call
+    is_fallback: bool = False  # after a load of a damaged checkpoint, which may have restored something
     failed_on_all_ranks: bool = False  # so that ranks may communicate in handling the failure
     directory: str | None = None  # the last one that Megatron has looked at
     agreement: Any = None  # an agreement.Agreement if several ranks take part

@@ -234,7 +234,7 @@ class ThinSave:
             )
 
     def require_unchanged(self, call: Mapping[str, Any]) -> None:
-        """Looks whether all is as it was, and holds the tensors for `tensors` if so.
+        """Checks whether all is as it was, and holds the tensors for `tensors` if so.
 
         After Megatron has made the thin state dict: code of others that it calls may have changed something.
 

@@ -167,6 +167,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             extras=extras,
             await_copies=not self.is_lazy(),
             far_published=self._far_published(directory),
+            is_of_training=isinstance(self, TrainingSaveStrategy),
         )
         return publication
 

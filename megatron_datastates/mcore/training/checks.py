@@ -25,8 +25,10 @@ from megatron_datastates.mcore.training.arguments import (
 )
 from megatron_datastates.pipeline.near.places import near_root, resolve_run
 from megatron_datastates.pipeline.runs.runs import has_file, is_published, stored_backend
+from megatron_datastates.pipeline.saving.background import Answers
 
 logger = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 5.0
 _DEVICE = Path("/dev/nvidiactl")  # where there is a GPU, and not only a stand-in for torch.cuda
 _IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
 
@@ -47,7 +49,8 @@ def check_arguments(args: Any) -> Options:
     warn_of_shared_queue(args)
     if getattr(args, "save", None):
         check_near_options(args, options)
-        warn_of_save(args)
+        if not options.near:  # else --save may be away
+            warn_of_save(args)
     return options
 
 
@@ -236,14 +239,25 @@ def warn_of_save(args: Any) -> None:
     save = path_of(args.save)
     if getattr(args, "rank", 0) != 0 or is_object(save):
         return
-    there = next(path for path in (save.absolute(), *save.absolute().parents) if path.exists())
+    try:
+        reason = Answers().get(lambda: _why_not_writable(save.absolute()), _PATIENCE_SECONDS)
+    except OSError as error:  # or no answer in time
+        reason = error.strerror or "it does not answer"
+    if reason:
+        logger.warning("--save %s: no checkpoint can be saved there now: %s", args.save, reason)
+
+
+def _why_not_writable(directory: Path) -> str:
+    """Returns why nothing can be made in a directory, which may not be there yet; empty if it can.
+
+    Raises OSError.
+    """
+    there = directory
+    while not there.exists():
+        there = there.parent
     if not there.is_dir():
-        reason = f"{there} is no directory"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        reason = f"{there} is not writable"
-    else:
-        return
-    logger.warning("--save %s: no checkpoint can be saved there now, as %s", args.save, reason)
+        return f"{there} is no directory"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable"
 
 
 def warn_of_checkpoint_as_run(args: Any) -> None:

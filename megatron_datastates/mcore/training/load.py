@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
 logger = logging.getLogger(__name__)
+_STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")  # a missing tensor is an error
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
 _WITHOUT_MAP = (
     "megatron_datastates: {} stores the optimizer state in buckets and has no optimizer map, which would say "
@@ -75,9 +77,9 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             older = error.older
             print_rank_0(f"  datastates: {error} It is loaded now (--datastates-on-damage fallback)")
-        # Out of the handler, so that nothing refers to what the failed load has made. What it has filled is
-        # filled again.
-        with _chosen(older):
+        gc.collect()  # what the failed load has made: its frames are in a cycle with its exception
+        _expect_loader(purpose)
+        with _chosen(older), state.opened(is_fallback=True):
             return load()
 
     return load_checkpoint
@@ -444,7 +446,7 @@ def _advice(load: state.Load, purpose: str) -> tuple[str, int | None]:
     from megatron.training.checkpointing import get_args
 
     from megatron_datastates.pipeline.publishing.collectives import Collectives
-    from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint
+    from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, is_undamaged
 
     args, directory = get_args(), any_path(load.directory or "")
     root = any_path(args.load) if directory.parent == _non_persistent(args) else directory.parent
@@ -471,8 +473,12 @@ def _advice(load: state.Load, purpose: str) -> tuple[str, int | None]:
     name = iteration_name(found.iteration)
     how = "verifies" if found.has_checksums else "is complete, but its data has no checksums to verify"
     is_chosen = not _is_resume(purpose) or bool(getattr(args, "ckpt_step", None))
-    is_sure = found.has_checksums and not (first or other or is_chosen)
+    # Other values let tensors that the older one lacks stay as the damaged one has filled them.
+    is_strict = getattr(args, "dist_ckpt_strictness", _STRICT[0]) in _STRICT
+    is_sure = found.has_checksums and is_strict and not (first or other or is_chosen)
     if collectives.share_from_first(int(options.on_damage == "fallback" and is_sure)):
+        if is_undamaged(directory, collectives, options):  # storage failed for a while, or it was replaced
+            return f"{directory.name} itself verifies now: start again.", None
         return f"{name} verifies.", found.iteration
     return f"{name} {how}: resume with --ckpt-step {found.iteration}{first}.{other}", None
 

@@ -101,9 +101,10 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         _loops += 1
         try:
             return original(*args, **kwargs)
-        except SystemExit:  # as --exit-interval and signals end it
+        except SystemExit as end:  # as --exit-interval and signals end it
             _finish_objects()
-            _require_last_save()
+            if not end.code:  # others say more: those of the rerun state machine are for the launcher
+                _require_last_save()
             raise
         finally:
             _loops -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,15 +87,21 @@ def restore(checkpoint: Checkpoint, providers: Mapping[str, StateProvider]) -> N
         ProviderError: the `restore` of a provider raised an exception; it is the cause.
         MissingKeyError: the checkpoint has nothing under the name of one of them.
     """
-    saved = {provider.name for provider in checkpoint.manifest.providers}  # some with nothing to store
+    require_stored(checkpoint, providers)
     for name, provider in providers.items():
-        reader = PrefixReader(checkpoint, name)
-        if name not in saved and reader.is_empty and name and not checkpoint.manifest.is_repaired:
+        try:
+            provider.restore(PrefixReader(checkpoint, name))
+        except Exception as error:
+            raise restore_failed(name, provider, error) from error
+
+
+def require_stored(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raises MissingKeyError if the checkpoint has nothing under the name of one of these providers."""
+    saved = {provider.name for provider in checkpoint.manifest.providers}  # some with nothing to store
+    for name in names:
+        is_there = name in saved or not name or checkpoint.manifest.is_repaired
+        if not is_there and PrefixReader(checkpoint, name).is_empty:
             raise MissingKeyError(
                 f"{checkpoint.directory} has no state of the provider {name!r}: it was saved without it; "
                 "load without this provider, or under the name that it was saved with"
             )
-        try:
-            provider.restore(reader)
-        except Exception as error:
-            raise restore_failed(name, provider, error) from error

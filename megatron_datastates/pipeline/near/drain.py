@@ -217,12 +217,15 @@ class Drain:
         self._reopen()
 
     def _reopen(self) -> None:
-        """Takes further saves if the thread has ended."""
+        """Takes further saves after a `close`, whether the thread has ended with it or not."""
         with self._lock:
-            if self._has_ended and not self._abandoned:
-                self._thread, self._has_ended, self._closing, self._failing_since = None, False, False, None
-                self._to_copy, self._left = deque([*self._left, *self._to_copy]), []
-                self._limit.set(self._options.drain_limit)
+            if not self._closing or self._abandoned:
+                return
+            self._closing, self._failing_since = False, None
+            self._to_copy, self._left = deque([*self._left, *self._to_copy]), []
+            self._limit.set(self._options.drain_limit)
+            if self._has_ended:
+                self._thread, self._has_ended = None, False
 
     def _stalled_seconds(self) -> float:
         with self._lock:
@@ -236,7 +239,8 @@ class Drain:
             self._notes.write()
             with self._lock:
                 save = self._to_copy[0] if self._to_copy else None
-                if self._abandoned or (self._closing and self._is_done()):
+                has_more = self._notes.has_new or self._may_evict
+                if self._abandoned or (self._closing and not has_more and self._is_done()):
                     self._has_ended = True
                     return
             self._publish_and_evict()  # before a copy, which may take long

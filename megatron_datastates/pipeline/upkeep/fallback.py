@@ -67,6 +67,11 @@ def find_older_checkpoint(
     return search
 
 
+def is_undamaged(directory: Path, collectives: Collectives, options: Options) -> bool:
+    """Verifies one checkpoint. Collective: all ranks call it, and find the same."""
+    return _verified(directory, collectives, options)[0] == 0
+
+
 def _other_format(damaged: Path, root: Path, after: int) -> int:
     """Returns the newest complete iteration of another format between two; _NONE if there is none."""
     number = iteration_in_name(damaged.name) or 0
