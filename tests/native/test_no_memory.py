@@ -26,10 +26,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        *(f"{thread} {more}" for thread in ("ds-stage", "ds-write") for more in ("", "--and-following")),
-        *(f"ds-await --slow {more}" for more in ("", "--and-following")),  # so that its queue grows
-        *(f"ds-pool {more}" for more in ("", "--and-following")),
-        *(f"ds-read read {more}" for more in ("", "--and-following")),
+        *("ds-stage", "ds-stage --and-following", "ds-write", "ds-pool", "ds-read read"),
+        "ds-await --slow",  # so that its queue grows
+        *(
+            pytest.param(f"{thread} --and-following", marks=pytest.mark.long)
+            for thread in ("ds-write", "ds-await --slow", "ds-pool", "ds-read read")
+        ),
         *(f"{thread} --paranoid" for thread in ("ds-stage", "main")),
         "main",
         "main fence",
