@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.engine.atomic_files import replace_file
 from megatron_datastates.files import TRACKER_BYTES, any_path, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.runs.runs import complete_in, has_file
@@ -47,6 +46,8 @@ def mend(tracker: Path) -> None:
     The tracker then names the checkpoint that a load falls back to, which retention may delete once a newer
     one exists. It may be ours or of torch_dist. If none is complete, the tracker is deleted.
     """
+    from megatron_datastates.engine.atomic_files import replace_file  # which imports the native module
+
     try:
         if (text := _damaged_text(tracker)) is not None:
             iteration = _fallback(tracker, text, needs_ours=False)
