@@ -10,9 +10,9 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -23,7 +23,6 @@ from megatron_datastates.format.directory import (
     SHARDING_KEY,
     TORCH_DIST,
     TRACKER_NAME,
-    iteration_name,
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
@@ -33,14 +32,11 @@ from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_dam
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
+from megatron_datastates.mcore.training.damaged import chosen, damage_error
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
 
-if TYPE_CHECKING:
-    from megatron_datastates.mcore.errors import MegatronLoadFailedError
-
 logger = logging.getLogger(__name__)
-_STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")  # a missing tensor is an error
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
 _WITHOUT_MAP = (
     "megatron_datastates: {} stores the optimizer state in buckets and has no optimizer map, which would say "
@@ -79,7 +75,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             print_rank_0(f"  datastates: {error} It is loaded now (--datastates-on-damage fallback)")
         gc.collect()  # what the failed load has made: its frames are in a cycle with its exception
         _expect_loader(purpose)
-        with _chosen(older), state.opened(is_fallback=True):
+        with chosen(older), state.opened(is_fallback=True):
             return load()
 
     return load_checkpoint
@@ -104,14 +100,14 @@ def _load(original: Callable[[], Any], purpose: str) -> Any:
         except CheckpointingException as error:
             if not is_caused_by_damage(error) or not _all_ranks_are_here(load):
                 raise
-            raise _damage_error(error, load, purpose) from error.__cause__
+            raise damage_error(error, load, _options(), is_resume=_is_resume(purpose)) from error.__cause__
         except CheckpointException as error:  # of a load that DCP makes (Megatron-FSDP), on all ranks
             cause = ours_within(error)
             if cause is None:
                 raise
             if not is_of_files(cause):
                 raise MegatronLoadFailedError(str(cause)) from cause
-            raise _damage_error(cause, load, purpose) from cause
+            raise damage_error(cause, load, _options(), is_resume=_is_resume(purpose)) from cause
         except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
             if _REFUSAL not in str(error):
                 raise
@@ -119,19 +115,6 @@ def _load(original: Callable[[], Any], purpose: str) -> Any:
             raise RuntimeError(f"{error} {more}") from error
         finally:
             forget()  # or the checkpoint's index would stay in memory while the run trains
-
-
-@contextlib.contextmanager
-def _chosen(iteration: int) -> Iterator[None]:
-    """Lets Megatron load an iteration, as if the argument --ckpt-step named it."""
-    from megatron.training.checkpointing import get_args
-
-    args = get_args()
-    before, args.ckpt_step = args.ckpt_step, iteration
-    try:
-        yield
-    finally:
-        args.ckpt_step = before
 
 
 def _shards_at_once() -> contextlib.AbstractContextManager[None]:
@@ -426,76 +409,3 @@ def _has_layers_of_a_gpt(pattern: str) -> bool:
         return not gpt_compatible_layer_maps(pattern).fresh_init
     except ValueError:  # Megatron says why
         return False
-
-
-def _damage_error(damage: Exception, load: state.Load, purpose: str) -> MegatronLoadFailedError:
-    """Returns the error of a load that met damage, with what the user can do.
-
-    Collective if the ranks search for an older checkpoint.
-    """
-    from megatron_datastates.mcore.errors import MegatronLoadFailedError
-
-    advice, older = _advice(load, purpose)
-    error = MegatronLoadFailedError(f"{str(damage).removesuffix('.')}. {advice}")
-    error.older = older
-    return error
-
-
-def _advice(load: state.Load, purpose: str) -> tuple[str, int | None]:
-    """Returns what the user can do, and an iteration to load instead. Collective if the ranks search."""
-    from megatron.training.checkpointing import get_args
-
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
-    from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, is_undamaged
-
-    args, directory = get_args(), any_path(load.directory or "")
-    root = any_path(args.load) if directory.parent == _non_persistent(args) else directory.parent
-    if directory.name == RELEASE_NAME:
-        return (
-            f"The tracker {root / TRACKER_NAME} says release, so that --ckpt-step chooses nothing: to "
-            "load another checkpoint there, write its iteration into that file."
-        ), None
-    options, collectives = _options(), Collectives()
-    most = collectives.share_from_first(options.fallback)
-    if most == 0:
-        return (
-            "Start again with --datastates-fallback N to find the newest undamaged one of the N checkpoints "
-            "before it; --ckpt-step loads that one."
-        ), None
-    found = find_older_checkpoint(directory, root, most, collectives, options)
-    other = _other_format(root, found.other)
-    if found.iteration is None:
-        looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
-        return f"No older checkpoint in {root} verifies ({looked}).{other}", None
-    first = " --no-load-optim, as its optimizer's state was removed" if found.is_without_optimizer else ""
-    if getattr(args, "non_persistent_ckpt_type", None) is not None:
-        first += ", without --non-persistent-ckpt-type, which would load a newer one"
-    name = iteration_name(found.iteration)
-    how = "verifies" if found.has_checksums else "is complete, but its data has no checksums to verify"
-    is_chosen = not _is_resume(purpose) or bool(getattr(args, "ckpt_step", None))
-    # Other values let tensors that the older one lacks stay as the damaged one has filled them.
-    is_strict = getattr(args, "dist_ckpt_strictness", _STRICT[0]) in _STRICT
-    is_sure = found.has_checksums and is_strict and not (first or other or is_chosen)
-    if collectives.share_from_first(int(options.on_damage == "fallback" and is_sure)):
-        if is_undamaged(directory, collectives, options):  # storage failed for a while, or it was replaced
-            return f"{directory.name} itself verifies now: start again.", None
-        return f"{name} verifies.", found.iteration
-    return f"{name} {how}: resume with --ckpt-step {found.iteration}{first}.{other}", None
-
-
-def _other_format(root: Path, iteration: int | None) -> str:
-    """Returns which checkpoint of another format was not verified, if there is one."""
-    if iteration is None:
-        return ""
-    path = root / iteration_name(iteration)
-    return (
-        f" Only datastates checkpoints were verified: {path.name}, of another format, may lose less "
-        f"training. `datastates verify {path}` checks it if it is of torch_dist; then resume with "
-        f"--ckpt-step {iteration}."
-    )
-
-
-def _non_persistent(args: Any) -> Path | None:
-    if getattr(args, "non_persistent_ckpt_type", None) != "global" or not args.load:
-        return None
-    return path_of(args.non_persistent_global_ckpt_dir or path_of(args.load) / "non_persistent")
