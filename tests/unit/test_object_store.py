@@ -513,31 +513,9 @@ def test_what_the_end_of_training_has_given_up_goes_to_the_store_with_the_next_t
     check(nodes, 1)
 
 
-def test_a_drain_that_was_waited_for_in_vain_takes_the_saves_of_the_next_training(
-    store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.3)
-    monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(drain, "_LOOK_SECONDS_OBJECTS", 0.05)
-    store.fail("(PUT|POST) .*-00001", EXPIRED)  # of the other node
-    nodes = FarNodes(tmp_path)
-    save(nodes, 1)
-    first = nodes.ranks.savers[0].near.drain
-    eventually(lambda: first._queue.saves)
-    first.finish_objects()
-    assert first._queue.saves, "it has waited in vain"
-    monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 60.0)
-    store.heal()
-    nodes.ranks.savers[1].near.finish_objects()
-    eventually(lambda: not first._queue.saves)
-    save(nodes, 2)
-    nodes.close()
-    check(nodes, 1)
-    check(nodes, 2)
-
-
+@pytest.mark.parametrize("is_done", [False, True])
 def test_the_last_save_is_drained_after_an_earlier_wait_in_vain(
-    store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+    is_done: bool, store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 0.3)
     monkeypatch.setattr(drain, "_LOOK_SECONDS", 0.05)
@@ -551,7 +529,10 @@ def test_the_last_save_is_drained_after_an_earlier_wait_in_vain(
     drains[0].finish_objects()
     assert drains[0]._queue.saves, "it has waited in vain"
     monkeypatch.setattr(drain, "_STALLED_SECONDS_OBJECTS", 60.0)
-    save(nodes, 3)  # of the next training; it stays near until the end
+    if is_done:  # with what it was waited for, before the next training saves
+        store.heal()
+        eventually(lambda: not drains[0]._queue.saves)
+    save(nodes, 3)  # it stays near until the end
     store.heal()
     eventually(lambda: not drains[0]._queue.saves)
     nodes.close()
