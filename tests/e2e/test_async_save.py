@@ -43,6 +43,7 @@ def test_structure_is_not_assumed_for_other_formats(pretraining: Pretraining, tm
     assert settled["async_save"] is False, "as in Megatron alone: its async save needs a worker"
 
 
+@pytest.mark.long
 def test_a_queue_that_does_not_know_our_saves_publishes_them_when_it_finalizes(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:

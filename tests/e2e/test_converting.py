@@ -43,6 +43,7 @@ def test_run_resumes_exactly_from_a_converted_checkpoint_and_from_one_converted_
         assert resumed.differences(saved) == []
 
 
+@pytest.mark.long
 @pytest.mark.conformance
 def test_run_resumes_exactly_from_a_conversion_to_another_number_of_files(
     pretraining: Pretraining, tmp_path: Path

@@ -29,6 +29,7 @@ def assert_whole(checkpoint: Path) -> None:
     assert code == 0, printed + errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_frozen_weights_are_written_once(layout: str, pretraining: Pretraining, tmp_path: Path) -> None:
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"

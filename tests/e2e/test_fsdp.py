@@ -125,6 +125,7 @@ def test_torchs_fsdp2_weights_are_copied_until_the_step(pretraining: Pretraining
     assert not any(name.startswith("model") for name in not_restored(resumed, saved))
 
 
+@pytest.mark.long
 @needs_einops
 def test_megatrons_fsdp_resumes_exactly_from_what_dcp_saved_with_our_writer(
     run: Run, whole: Ending, tmp_path: Path
@@ -222,6 +223,7 @@ def test_damage_in_a_checkpoint_of_megatrons_fsdp_is_named_on_all_ranks(
     assert all("iter_0000002 verifies" in line for line in errors)
 
 
+@pytest.mark.long
 @needs_einops
 def test_what_stock_saves_over_a_checkpoint_of_ours_counts(run: Run, whole: Ending, tmp_path: Path) -> None:
     """Our manifest stays there, and does not make the newer one unreadable."""
@@ -303,6 +305,7 @@ def test_megatrons_fsdp_saves_to_near_tiers(run: Run, whole: Ending, tmp_path: P
     assert resumed.differences(whole) == []
 
 
+@pytest.mark.long
 @needs_einops
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2)])
 def test_megatrons_fsdp_loads_on_other_ranks_as_from_stock(

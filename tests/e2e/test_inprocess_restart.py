@@ -18,6 +18,7 @@ def restarting_forge() -> Iterator[RankForge]:
         yield parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [["--async-save"], []], ids=["async", "sync"])
 @pytest.mark.parametrize("tier", ["near", "far"])
 def test_a_run_that_is_restarted_within_its_process_ends_as_an_undisturbed_one(

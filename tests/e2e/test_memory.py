@@ -19,6 +19,7 @@ def memory_forge() -> Iterator[RankForge]:
         yield parent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tier", ["near", "far"])
 def test_saves_leave_no_objects_in_memory(tier: str, memory_forge: RankForge, tmp_path: Path) -> None:
     near = ["--datastates-near", tmp_path / "near"] if tier == "near" else []

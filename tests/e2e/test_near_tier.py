@@ -190,6 +190,7 @@ def test_a_lost_node_costs_what_is_not_far(
     assert nodes.far.published() == [2, 4] and nodes.far.tracked() == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [1, 0])
 def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
     lost: int, pretraining: Pretraining, reference: Reference, tmp_path: Path

@@ -90,6 +90,7 @@ def test_a_run_without_mixed_precision_resumes_as_from_fully_reshardable_state(
     assert ours.differences(stock) == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     metadata.version("megatron-core") < "0.19", reason="no hybrid model loads a GPT's checkpoint"
 )

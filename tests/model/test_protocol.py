@@ -22,8 +22,8 @@ ALONE = Model(saves=(("a1", "a2"), ()), faults=2, faulty=(0,))
 PRUNED = Model(saves=(("a1", "a2"), ()), prune="checkpoint")
 PRUNED_LEFT_OVERS = Model(saves=(("a1",), ("b1",)), prune="left-overs", faulty=(0,))
 MODELS = {
+    "two saves of one run that overlap": OVERLAPPING,  # fast: CI searches this one (--first-case)
     "two runs, each saves again": TWO_RUNS,
-    "two saves of one run that overlap": OVERLAPPING,
     "a new directory": NEW_DIRECTORY,
     "one run with two faults": ALONE,
     "prune removes the checkpoint": PRUNED,

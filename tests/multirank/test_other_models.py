@@ -33,12 +33,14 @@ def reshard(world: World, folder: Path, layout: Layout, kind: str | None) -> lis
     return loaded
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["fully_reshardable", None])
 def test_hybrid_models_fit_other_layouts(world: World, tmp_path: Path, kind: str | None) -> None:
     loaded = reshard(world, tmp_path, HYBRID, kind)
     assert any("mixer" in name for name in loaded)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["fully_reshardable", None])
 def test_models_with_vision_fit_other_layouts(world: World, tmp_path: Path, kind: str | None) -> None:
     loaded = reshard(world, tmp_path, LLAVA, kind)

@@ -192,6 +192,7 @@ def test_state_of_a_layer_wise_optimizer_fits_buckets_and_bucket_state_fits_it(
     run(world, tmp_path / "whole", "load", 0, [even, TP2 | even, PP2 | even], {}, ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not find_spec("emerging_optimizers") or RELEASE < "0.19",
     reason="emerging-optimizers is not installed, or Megatron makes no buckets beside Muon",

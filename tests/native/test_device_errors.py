@@ -26,7 +26,7 @@ def shard(slots: int = 8) -> list[Copy]:
     return [Copy(random_bytes(slots * SLOT), 0, device=True)]
 
 
-@pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord"])
+@pytest.mark.parametrize("call", ["cuEventSynchronize", "cuMemcpyDtoHAsync", "cuEventRecord"])
 def test_an_error_in_mid_save_fails_it_and_leaves_room_for_the_next(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
 ) -> None:

@@ -26,15 +26,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        *("ds-stage", "ds-stage --and-following", "ds-write", "ds-pool", "ds-read read"),
-        "ds-await --slow",  # so that its queue grows
+        *("ds-stage", "ds-write", "main"),
         *(
-            pytest.param(f"{thread} --and-following", marks=pytest.mark.long)
-            for thread in ("ds-write", "ds-await --slow", "ds-pool", "ds-read read")
+            pytest.param(words, marks=pytest.mark.long)
+            for words in (
+                *("ds-pool", "ds-read read", "main fence"),
+                "ds-await --slow",  # so that its queue grows
+                *(f"{thread} --paranoid" for thread in ("ds-stage", "main")),
+                *(f"{thread} --and-following" for thread in ("ds-stage", "ds-write", "ds-pool")),
+                *(f"{thread} --and-following" for thread in ("ds-await --slow", "ds-read read")),
+            )
         ),
-        *(f"{thread} --paranoid" for thread in ("ds-stage", "main")),
-        "main",
-        "main fence",
         pytest.param("main device device device --queues", id="copies of samples are lost sight of"),
         pytest.param("ds-stage host --queues", id="a read ends twice"),
         pytest.param("ds-stage --queues --slow", id="a slot is returned while the device copies to it"),

@@ -20,7 +20,7 @@ from tests.unit.states import new_saver
 # HYPOTHESIS_EXAMPLES=5000 looks at that many examples, others each time; without it they are always the same.
 EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
 settings.register_profile(
-    "unit", deadline=None, print_blob=True, derandomize=EXAMPLES is None, max_examples=int(EXAMPLES or 100)
+    "unit", deadline=None, print_blob=True, derandomize=EXAMPLES is None, max_examples=int(EXAMPLES or 50)
 )
 settings.load_profile("unit")
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.activation import WATCHED_MODULES
 
@@ -78,6 +80,7 @@ def test_hook_is_installed_once_by_torch_or_by_hand() -> None:
     assert run(f"import torch, megatron_datastates.mcore as m; m.autoload(); {HOOKS}") == "1"
 
 
+@pytest.mark.long
 def test_hook_is_installed_once_though_our_modules_are_imported_again() -> None:
     again = "for n in [n for n in sys.modules if n.startswith('megatron_datastates')]: del sys.modules[n]\n"
     imported = "import megatron_datastates.mcore, megatron.core.dist_checkpointing.core as c\n"

@@ -45,6 +45,7 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -68,6 +69,7 @@ def test_help_has_examples_of_commands_that_exist(name: str, programs: Programs)
     assert f"python -m benchmarks.{name} " in ran.stdout and "--quick" in ran.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_part_is_refused_before_anything_is_measured(
     name: str, tmp_path: Path, programs: Programs
@@ -241,7 +243,9 @@ def assert_published_and_opened(layout: dict[str, Any]) -> None:
     assert layout["load_traced"]["mib"] > 0 < layout["reshard_traced"]["mib"]
 
 
-@pytest.mark.parametrize(("words", "differ"), [(("show", "--stats"), False), (("diff",), True)])
+@pytest.mark.parametrize(
+    ("words", "differ"), [pytest.param(("show", "--stats"), False, marks=pytest.mark.long), (("diff",), True)]
+)
 def test_a_look_at_a_damaged_checkpoint_is_no_result(
     words: tuple[str, ...], differ: bool, tmp_path: Path
 ) -> None:

@@ -467,6 +467,7 @@ def test_ranks_of_torchrun_share_the_files(by_dcp: Path, tmp_path: Path) -> None
     assert verify(made.directory).good
 
 
+@pytest.mark.long
 def test_what_fails_on_one_rank_of_torchrun_fails_on_all(by_dcp: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(by_dcp, damaged)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 import megatron_datastates as ds
 from megatron_datastates.cli.main import app
@@ -56,6 +57,11 @@ def commands(page: Path) -> Iterator[list[str]]:
 SHOWN = [(page.name, words) for page in DOCS for words in commands(page)]
 
 
+def case(*values: Any, words: list[str]) -> ParameterSet:
+    """Returns a case; `preflight` in its default size takes seconds: test_terminal.py runs a small one."""
+    return pytest.param(*values, marks=[pytest.mark.long] if "preflight" in words else [])
+
+
 def test_the_pages_show_commands() -> None:
     assert {"ls", "verify", "convert"} <= {words[0] for _, words in SHOWN}
 
@@ -91,14 +97,20 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("export", "runs/llama/iter_0001000", "Llama-3.1-8B", "--hf")[0] == 0
 
 
-@pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [case(page, words, words=words) for page, words in SHOWN],
+    ids=lambda value: str(value)[:60],
+)
 @pytest.mark.usefixtures("a_run")
 def test_commands_that_are_shown_run(page: str, words: list[str]) -> None:
     code, out, err = run(*words)
     assert code == 0, f"{page}: datastates {' '.join(words)}: {out}{err}"
 
 
-@pytest.mark.parametrize("words", list(examples()), ids=lambda words: " ".join(words)[:60])
+@pytest.mark.parametrize(
+    "words", [case(words, words=words) for words in examples()], ids=lambda words: " ".join(words)[:60]
+)
 @pytest.mark.usefixtures("a_run")
 def test_examples_of_help_run(words: list[str]) -> None:
     if words[0] == "import":

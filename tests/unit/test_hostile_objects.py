@@ -188,6 +188,7 @@ for name, data in cases.items():
 """
 
 
+@pytest.mark.long
 def test_hostile_objects_are_refused_in_little_memory() -> None:
     """All of them together may take 256 MiB of addresses and 64 MiB of memory."""
     bomb = b"\x80\x02X" + struct.pack("<I", 1 << 29) + bytes(1 << 29)
@@ -217,7 +218,9 @@ for read in (check_stored, deserialize):
 """
 
 
-@pytest.mark.parametrize(("depth", "is_wide"), [(60, True), (200_000, False)])
+@pytest.mark.parametrize(
+    ("depth", "is_wide"), [(60, True), pytest.param(200_000, False, marks=pytest.mark.long)]
+)
 def test_a_key_of_nested_named_tuples_is_refused(depth: int, is_wide: bool) -> None:
     """Megatron's rerun state machine stores named tuples. They hash what they hold, as any tuple does."""
     pytest.importorskip("megatron.core.rerun_state_machine")

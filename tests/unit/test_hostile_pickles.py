@@ -171,7 +171,7 @@ def test_arguments_make_no_copies_of_a_list(name: str) -> None:
     assert peak_of(lambda: arguments_in(data, "here")) < 4 << 20
 
 
-@pytest.mark.parametrize("is_path", [False, True])
+@pytest.mark.parametrize("is_path", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_arguments_that_share_their_parts_are_not_read_for_ever(is_path: bool) -> None:
     shared = b"](" + b"N" * 40 + b"eq\x00" + b"0"
     for level in range(1, 7):

@@ -266,7 +266,7 @@ def test_an_outage_is_waited_for_and_reported(
     check(nodes, 1)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_with_copies_a_lost_node_costs_nothing_that_was_not_in_the_store_yet(
     lost: int, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +293,7 @@ def test_with_copies_a_lost_node_costs_nothing_that_was_not_in_the_store_yet(
     check(resumed, 3)
 
 
+@pytest.mark.long
 def test_what_an_earlier_job_left_near_keeps_no_save_from_the_store(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,6 +541,7 @@ def test_the_last_save_is_drained_after_an_earlier_wait_in_vain(
     check(nodes, 3)
 
 
+@pytest.mark.long
 def test_a_job_that_has_waited_in_vain_waits_once_more_only_for_a_further_save(
     store: ObjectStore, tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,8 @@ from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore
 from tests.unit import test_object_store as of_stores
 from tests.unit.test_near_branches import STUCK, A, B, Job, resume
 
+pytestmark = pytest.mark.long
+
 store = of_stores.store  # the fixture
 
 

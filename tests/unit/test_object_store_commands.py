@@ -187,6 +187,7 @@ def test_a_checkpoint_in_a_store_that_does_not_answer_is_not_called_missing(
     assert has_folder(run_there, "iter_0000002") and not has_folder(run_there, "iter_0000004")
 
 
+@pytest.mark.long
 def test_a_run_is_converted_into_a_store_and_back(
     local: Path, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,8 @@ from tests.unit.test_object_store_writing import scratch as scratch
 from tests.unit.test_object_store_writing import trained as trained
 from tests.unit.test_weights_only import weights
 
+pytestmark = pytest.mark.long
+
 TARGET = stores.path_of("msc://store/made by two")
 NAMES = ("a.safetensors", "b.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json")
 

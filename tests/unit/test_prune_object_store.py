@@ -122,6 +122,7 @@ def test_what_an_interrupted_call_leaves_the_next_one_removes(
     assert names() == {"iter_0000300"}
 
 
+@pytest.mark.long
 def test_a_call_that_is_killed_leaves_nothing_that_no_later_one_knows_as_ours(far: ObjectStore) -> None:
     """Of a save that was not published, names alone show whose it is: what others wrote goes first."""
     for name in stores.names_below(place(100)):
@@ -136,6 +137,7 @@ def test_a_call_that_is_killed_leaves_nothing_that_no_later_one_knows_as_ours(fa
     assert names() == {"iter_0000300"}
 
 
+@pytest.mark.long
 def test_what_an_interrupted_call_has_noted_is_removed_though_no_listing_shows_it(
     far: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_remove(far: ObjectStore) -
         assert all(one.complete for one in find_iterations(ROOT))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_torch_dist_over_ours_is_not_removed_on_a_guess(far: ObjectStore) -> None:
     (one, *_) = plan_prune(ROOT, LAST).removed
     stores.write(place(100) / "metadata.json", b'{"sharded_backend": "torch_dist"}')
@@ -194,6 +197,7 @@ def test_objects_that_a_listing_does_not_show_are_removed(
     assert names() == {"iter_0000200", "iter_0000300"}
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_published_anew_meanwhile_stays(far: ObjectStore, tmp_path: Path) -> None:
     (one, *_) = plan_prune(ROOT, LAST).removed
     removal = ObjectRemoval(one)
@@ -273,6 +277,7 @@ def test_left_overs_and_abandoned_uploads_are_removed(far: ObjectStore) -> None:
     assert not left.is_file() and verify(place(300)).faults == []
 
 
+@pytest.mark.long
 def test_a_file_stays_while_another_one_of_its_save_is_uploaded(far: ObjectStore) -> None:
     left = place(300) / OF_ANOTHER_SAVE
     stores.write(left, b"of one node")
@@ -285,6 +290,7 @@ def test_a_file_stays_while_another_one_of_its_save_is_uploaded(far: ObjectStore
     assert not left_overs._may_go(left, manifest, 3600.0) and left.is_file()
 
 
+@pytest.mark.long
 def test_uploads_of_a_run_that_is_the_root_of_a_profile_are_found(
     far: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +308,7 @@ def test_uploads_of_a_run_that_is_the_root_of_a_profile_are_found(
     assert len(remove_left_overs(plan.left_overs)) == 1 and unfinished() == []
 
 
+@pytest.mark.long
 def test_an_upload_that_goes_on_is_not_aborted(far: ObjectStore) -> None:
     begin_upload(f"run/iter_0000400/{OF_ANOTHER_SAVE}")
     make_older("run", 7200)

@@ -308,7 +308,9 @@ assert (target == 1).all()
 """
 
 
-@pytest.mark.parametrize(("dtype", "temporaries"), [("float32", 0), ("bfloat16", 32 * MIB)])
+@pytest.mark.parametrize(
+    ("dtype", "temporaries"), [pytest.param("float32", 0, marks=pytest.mark.long), ("bfloat16", 32 * MIB)]
+)
 def test_memory_beyond_the_targets_is_bounded(tmp_path, dtype, temporaries):
     ds.save({"w": torch.ones(100 << 10, 512), "small": torch.ones(10)}, tmp_path / "c", **SMALL)
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), dtype]

@@ -203,7 +203,7 @@ MEGATRONS = {
 
 
 @pytest.mark.parametrize("name", MEGATRONS)
-@pytest.mark.parametrize("installed", ["present", "absent"])
+@pytest.mark.parametrize("installed", ["present", pytest.param("absent", marks=pytest.mark.long)])
 def test_a_class_of_megatron_is_loaded_where_megatron_is_installed(installed: str, name: str) -> None:
     module, own = name.split()
     pickled = b"\x80\x02c" + f"{module}\n{own}\n".encode() + MEGATRONS[name]

@@ -332,6 +332,7 @@ def test_a_checkpoint_that_keys_were_removed_from_is_refused(directory):
     assert "keys were removed" in refusal(directory)
 
 
+@pytest.mark.long
 def test_what_megatron_warns_of_when_it_is_imported_is_not_printed(tmp_path):
     """A state with a class that Megatron makes loadable needs the import, which warns of missing packages."""
     state = {COMMON: [{"iteration": 42, "signal": signal.SIGTERM}], "a": torch.ones(3)}

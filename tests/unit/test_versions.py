@@ -114,7 +114,7 @@ def test_hook_says_where_it_is():
     assert str(Hook("a.b", "C.d", "x.y")) == "a.b.C.d"
 
 
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("installed", [pytest.param(True, marks=pytest.mark.long), False])
 def test_either_queue_serves(installed):
     """Megatron's main announces that its own will go; nvidia-resiliency-ext need not be installed."""
     code = (
