@@ -11,7 +11,6 @@ multi-storage client are Megatron's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -35,17 +34,12 @@ from megatron_datastates.pipeline.near.removal import remove_folder
 from megatron_datastates.pipeline.runs.history import has_later_save
 from megatron_datastates.pipeline.runs.runs import is_complete, is_published
 from megatron_datastates.pipeline.runs.tracker import read_tracked
-from megatron_datastates.pipeline.saving.background import Answers
 
 logger = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 5.0  # for --save, once
 _NOTE = "on_save_checkpoint_success"  # Megatron's function that reports a checkpoint to W&B
-# As of the last save: whether saves go to a near tier first, whether this module (not Megatron) writes the
-# tracker, and whether the save's directory in --save could not be made.
+# As of the last save: whether saves go to a near tier first, and whether we write the tracker, not Megatron.
 _is_near = False
 _is_ours = False
-_is_out_of_reach = False
-_storage = Answers()  # that of --save
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _numbers = itertools.count()  # of saves, in the order in which they began
@@ -94,47 +88,33 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_directory(save: str) -> Iterator[None]:
-    """Lets a save begin while its directory in --save cannot be made, as on a full disk.
+    """Lets a save begin without its directory in --save.
 
-    Megatron makes it, and looks what is in it, on rank 0 alone, which would end the job. So it is left to
-    what writes there: to the drain, if the save is published near; else to each rank, and an error fails the
-    save, on all ranks. Of an asynchronous save, those do so on threads of their own, so that the trainer does
-    not wait for storage that hangs. An object store is never asked: there is nothing to make, and a store
-    that does not answer would end the job.
+    Megatron makes it, and looks what is in it, on rank 0's trainer, which would wait for storage that hangs,
+    and whose error, as on a full disk, would end the job. So it is left to what writes there: the drain, if
+    the save is published near; else the threads of each rank that write files, and an error fails the save,
+    on all ranks. In a synchronous save, rank 0 makes it first, for Megatron warns of what is in it. An object
+    store is never asked: there is nothing to make.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
 
     make, client = checkpointing.ensure_directory_exists, getattr(serialization, "maybe_msc", None)
     can_do_without = client is not None and not versions.installed().writes_common_file
-    if client is not None and (is_object(save) or (_is_near and can_do_without)):
+    is_left = can_do_without and (_is_near or bool(getattr(checkpointing.get_args(), "async_save", False)))
+    if is_left or (client is not None and is_object(save)):
         serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
-    def ensure_directory_exists(filename: Any, *args: Any, **kwargs: Any) -> None:
-        global _is_out_of_reach
-        making: Callable[[], None] = functools.partial(make, filename, *args, **kwargs)
-        if not can_do_without:
-            making()  # this release writes a file of its own there
-            return
-        if _is_near or getattr(checkpointing.get_args(), "async_save", False):
-            making = functools.partial(_storage.get, making, _PATIENCE_SECONDS)
-        error = _error_of(making)
-        if error is None:
-            _is_out_of_reach = False
-            return
-        if _is_near and not _is_out_of_reach:
-            logger.warning(
-                "%s cannot be made (%s): saves go on in the near tiers, and are copied to --save later",
-                filename,
-                error.strerror,
-            )
-        elif isinstance(error, TimeoutError) and not _is_out_of_reach:
-            logger.warning(
-                "%s cannot be made (no answer): the save waits for that storage, and training goes on",
-                filename,
-            )
-        _is_out_of_reach = True
-        serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
+    def ensure_directory_exists(filename: Any, check_parent: bool = True) -> None:
+        if check_parent:  # it is for a file of Megatron's own, as of a data loader's
+            make(filename)
+        elif not is_left:
+            try:
+                make(filename, check_parent=False)
+            except OSError:
+                if not can_do_without:
+                    raise
+                serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
     checkpointing.ensure_directory_exists = ensure_directory_exists
     try:
@@ -143,14 +123,6 @@ def _without_directory(save: str) -> Iterator[None]:
         checkpointing.ensure_directory_exists = make
         if client is not None:
             serialization.maybe_msc = client
-
-
-def _error_of(make: Callable[[], None]) -> OSError | None:
-    try:
-        make()
-    except OSError as error:
-        return error
-    return None
 
 
 class _Unreachable:
