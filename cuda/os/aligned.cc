@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+
 #include "common.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -36,10 +38,14 @@ PrivateMapping::~PrivateMapping() {
   if (home_.IsHere()) munmap(data_, bytes_);
 }
 
+// In pieces: while one is made resident, every other thread of the program that maps or unmaps memory waits.
 void PrivateMapping::Prefault() {
-  if (madvise(data_, bytes_, MADV_POPULATE_WRITE) == 0) return;
-  for (size_t at = 0; at < bytes_; at += kAlignment) {
-    reinterpret_cast<volatile uint8_t*>(data_)[at] = 0;
+  for (size_t at = 0; at < bytes_; at += kHugePage) {
+    const size_t piece = std::min(kHugePage, bytes_ - at);
+    if (madvise(data_ + at, piece, MADV_POPULATE_WRITE) == 0) continue;
+    for (size_t page = at; page < at + piece; page += kAlignment) {
+      reinterpret_cast<volatile uint8_t*>(data_)[page] = 0;
+    }
   }
 }
 
