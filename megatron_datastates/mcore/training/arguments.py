@@ -93,6 +93,13 @@ def _type(spec: OptionSpec) -> Callable[[str], Any]:
     return parse
 
 
+def run_arguments() -> Any:
+    """Returns the arguments of this run, as Megatron's loop has them."""
+    from megatron.training.checkpointing import get_args
+
+    return get_args()
+
+
 def is_selected(args: Any) -> bool:
     """Returns whether these arguments select our format."""
     return getattr(args, "ckpt_backend", None) == BACKEND

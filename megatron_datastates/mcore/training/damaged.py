@@ -15,6 +15,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.files import any_path, path_of
 from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.load.state import Load
+from megatron_datastates.mcore.training.arguments import run_arguments
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.errors import MegatronLoadFailedError
@@ -42,12 +43,10 @@ def damage_error(
 
 def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | None]:
     """Returns what the user can do, and an iteration to load instead. Collective if the ranks search."""
-    from megatron.training.checkpointing import get_args
-
     from megatron_datastates.pipeline.publishing.collectives import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, is_undamaged
 
-    args, directory = get_args(), any_path(load.directory or "")
+    args, directory = run_arguments(), any_path(load.directory or "")
     root = any_path(args.load) if directory.parent == _non_persistent(args) else directory.parent
     if directory.name == RELEASE_NAME:
         return (
@@ -103,9 +102,7 @@ def _non_persistent(args: Any) -> Path | None:
 @contextlib.contextmanager
 def chosen(iteration: int) -> Iterator[None]:
     """Lets Megatron load an iteration, as if the argument --ckpt-step named it."""
-    from megatron.training.checkpointing import get_args
-
-    args = get_args()
+    args = run_arguments()
     before, args.ckpt_step = args.ckpt_step, iteration
     try:
         yield

@@ -29,7 +29,7 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import replace
-from megatron_datastates.mcore.training.arguments import msc_is_enabled
+from megatron_datastates.mcore.training.arguments import msc_is_enabled, run_arguments
 from megatron_datastates.pipeline.near.places import read_published, save_ids_in
 from megatron_datastates.pipeline.near.removal import remove_folder
 from megatron_datastates.pipeline.runs.history import has_later_save
@@ -215,11 +215,9 @@ def far_published(checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
 
     Raises OSError when called, with a save and whether it is called again then.
     """
-    from megatron.training.checkpointing import get_args
-
     if not _is_ours:
         return None
-    args = get_args()
+    args = run_arguments()
     # As text: in each save, objects for the same paths would be made anew.
     run, name = os.path.split(os.path.abspath(checkpoint))  # noqa: PTH100
     iteration = iteration_in_name(name)
