@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from megatron_datastates.errors import OptionError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.attach import replaced
 
 logger = logging.getLogger(__name__)
 _PREFIX = "--datastates-"
@@ -220,21 +221,15 @@ def set_dependent_arguments(args: Any) -> None:
             logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")
 
 
-@contextlib.contextmanager
-def structure_as_given(args: Any) -> Iterator[None]:
+def structure_as_given(args: Any) -> contextlib.AbstractContextManager[None]:
     """Wraps a save of Megatron's own: only the user may say that its structure is constant.
 
     Megatron's local checkpoints fail at a tensor that the first one did not have, such as a state of an
     optimizer whose first steps were skipped.
     """
     if not _has_set_structure:
-        yield
-        return
-    args.ckpt_assume_constant_structure = False
-    try:
-        yield
-    finally:
-        args.ckpt_assume_constant_structure = True
+        return contextlib.nullcontext()
+    return replaced(args, "ckpt_assume_constant_structure", False)
 
 
 def _nvrx_is_usable() -> bool:

@@ -6,14 +6,14 @@ here: the loads themselves (load.py); the search (pipeline/upkeep/fallback.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.files import any_path, path_of
 from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.load.state import Load
 from megatron_datastates.mcore.training.arguments import run_arguments
 
@@ -99,12 +99,6 @@ def _non_persistent(args: Any) -> Path | None:
     return path_of(args.non_persistent_global_ckpt_dir or path_of(args.load) / "non_persistent")
 
 
-@contextlib.contextmanager
-def chosen(iteration: int) -> Iterator[None]:
+def chosen(iteration: int) -> AbstractContextManager[None]:
     """Lets Megatron load an iteration, as if the argument --ckpt-step named it."""
-    args = run_arguments()
-    before, args.ckpt_step = args.ckpt_step, iteration
-    try:
-        yield
-    finally:
-        args.ckpt_step = before
+    return replaced(run_arguments(), "ckpt_step", iteration)
