@@ -24,8 +24,8 @@ _OPTIMIZERS = _OPTIMIZER + "optimizer"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _ARGUMENTS = "megatron.training.arguments"
 _CHECKPOINTING = "megatron.training.checkpointing"
-_QUEUE = _DIST + "strategies.async_utils"  # Megatron's own, which it has announced to remove
-_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+QUEUE = _DIST + "strategies.async_utils"  # Megatron's own, which it has announced to remove
+NVRX_QUEUE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,19 +109,19 @@ _SAVING = (
     ),
     Hook(_DIST + "core", "save_config", "save.strategy.wrap_save_config"),
     Hook(
-        _QUEUE,
+        QUEUE,
         "AsyncCallsQueue.schedule_async_request",
         "save.request.wrap_schedule_async_request",
         need="queue",
     ),
     Hook(
-        _NVRX,
+        NVRX_QUEUE,
         "AsyncCallsQueue.schedule_async_request",
         "save.request.wrap_schedule_async_request",
         need="queue",
     ),
-    Hook(_QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
-    Hook(_NVRX, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
+    Hook(QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
+    Hook(NVRX_QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
     Hook(_OPTIMIZERS, "MixedPrecisionOptimizer.step", "fences.wrap_optimizer_step"),
     Hook(_OPTIMIZERS, "FP32Optimizer.step", "fences.wrap_optimizer_step"),
     Hook(_OPTIMIZERS, "ChainedOptimizer.step", "fences.wrap_optimizer_step"),

@@ -192,10 +192,8 @@ def is_converting(args: Any) -> bool:
 
 def msc_is_enabled() -> bool:
     """Returns whether Megatron itself opens files through the multi-storage client."""
-    try:
-        from megatron.core.msc_utils import MultiStorageClientFeature
-    except ImportError:  # an older release
-        return False
+    from megatron.core.msc_utils import MultiStorageClientFeature
+
     return bool(MultiStorageClientFeature.is_enabled())
 
 
