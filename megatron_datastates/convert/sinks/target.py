@@ -175,7 +175,8 @@ def _upload(written: Path, target: Path) -> None:
             stores.upload(target, file)
         return
     files = [path for path in written.rglob("*") if path.is_file()]
-    names = [str(path.relative_to(written)) for path in sorted(files, key=_upload_order)]
+    files.sort(key=lambda path: (path.suffix == ".json", path.name == _LAST, path))
+    names = [str(path.relative_to(written)) for path in files]
     with claimed(target):
         try:
             for name in names:
@@ -185,10 +186,6 @@ def _upload(written: Path, target: Path) -> None:
             with contextlib.suppress(OSError):
                 stores.remove_all(target, names)
             raise
-
-
-def _upload_order(path: Path) -> tuple[bool, bool, Path]:
-    return path.suffix == ".json", path.name == _LAST, path
 
 
 @contextlib.contextmanager
