@@ -313,9 +313,7 @@ class TorchDistSource(Source):
             return open_regular(self.directory / name)
         except OSError as error:
             path = self.directory / name
-            raise StorageError(
-                f"{path} cannot be read: {error.strerror}", code=error.errno or 0, path=str(path)
-            ) from error
+            raise StorageError.of(error, path, f"{path} cannot be read: {error.strerror}") from error
 
     def _place(self, key: str, number: int) -> Record:
         record = self._found(self._tensors, "tensor", key).records[number]
