@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates import stores
-from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.atomic_files import opened, sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object, open_regular, real_path
 from megatron_datastates.pipeline.runs.runs import format_of
@@ -256,11 +256,8 @@ def named_as(temporary: Path, target: Path) -> Iterator[None]:
 def sync_tree(root: Path) -> None:
     """Syncs a file, or a directory with all its contents."""
     for path in [*root.rglob("*"), root]:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -346,11 +346,16 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
         FormatError: it is damaged.
         OSError: it cannot be read.
     """
-    path = any_path(directory) / METADATA_NAME
     try:
-        members = json.loads(read_regular(path, DOCUMENT_BYTES) or b"{}")
+        return json_members(any_path(directory) / METADATA_NAME, DOCUMENT_BYTES, if_empty=b"{}")
     except FileNotFoundError:
         return {}
+
+
+def json_members(path: Path, most_bytes: int, if_empty: bytes = b"") -> dict[str, Any]:
+    """Returns the members of the object in a JSON file. Raises as `metadata_members`."""
+    try:
+        members = json.loads(read_regular(path, most_bytes) or if_empty)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is damaged: {error}") from error
     if not isinstance(members, dict):
