@@ -274,7 +274,6 @@ class Table:
         self._rows.append([printable(cell) for cell in cells])
 
     def print(self) -> None:
-        """Prints the table to standard output."""
         columns = _columns(sys.stdout) or sys.maxsize
         # A cell that takes half of a terminal does not push those beside and below it out of it.
         widths = [

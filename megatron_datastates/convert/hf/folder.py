@@ -41,7 +41,6 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Returns the size of all elements."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
     def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
