@@ -159,6 +159,11 @@ class FailedCallError(DataStatesError):
         super().__init__(*args)
         self.code, self.path, self.operation = code, path, operation
 
+    @classmethod
+    def of(cls, error: OSError, path: object, text: str, operation: str = "") -> Self:
+        """Returns the error of a call on a file, with the code of the system's."""
+        return cls(text, code=error.errno or 0, path=str(path), operation=operation)
+
 
 class StorageError(FailedCallError):
     """A file is missing, has the wrong size, or cannot be read or written."""

@@ -55,7 +55,6 @@ class ObjectPath(PosixPath):
         return str(self)
 
     def absolute(self) -> ObjectPath:
-        """Returns itself."""
         return self
 
     def resolve(self, strict: bool = False) -> ObjectPath:
@@ -63,7 +62,6 @@ class ObjectPath(PosixPath):
         return self
 
     def is_symlink(self) -> bool:
-        """Returns False."""
         return False
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:

@@ -191,7 +191,6 @@ class _Bars:
             bar.update(bar.tasks[0].id, completed=count.total())
 
     def close(self) -> None:
-        """Removes the bar."""
         self._stopped.set()
         if self._bar is not None:
             self._bar.stop()

@@ -155,7 +155,8 @@ def plan(
                 f"{words[0]}: expected an argument of Megatron, which begins with --. A file of them is "
                 f"given by --arguments {words[0].removeprefix('@')}"
             )
-        for flag in sorted(flags_in(words) & {name.removeprefix("--") for name in _own_options()}):
+        own = {name[2:] for option in plan.params for name in option.opts if name.startswith("--")}
+        for flag in sorted(flags_in(words) & own):  # Megatron has no arguments of these names
             raise OptionError(f"--{flag} is an option of `datastates plan`: give it before `--`")
         arguments = read_arguments(files, words)
         made = _made(arguments, parameters, given, dp, storage, _rate("--copy-rate", copy_rate))
@@ -165,11 +166,6 @@ def plan(
         print_json(dataclasses.asdict(made) | {"shortest_interval_seconds": made.write_seconds})
     else:
         _print(made, iteration)
-
-
-def _own_options() -> list[str]:
-    """Returns the options of this command. Megatron has no arguments of these names."""
-    return [name for option in plan.params for name in option.opts if name.startswith("--")]
 
 
 def _made(

@@ -21,7 +21,7 @@ from megatron_datastates.cli.shared import (
 )
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import TORCH_DIST
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -140,9 +140,8 @@ def other_formats(root: Path) -> OtherFormats:
     if is_object(root):
         return {}
     from megatron_datastates.convert.look import fault_of_torch_dist
-    from megatron_datastates.pipeline.upkeep.retention import OtherFormat
 
-    return {TORCH_DIST: OtherFormat(TORCH_DIST_INDEX, ".distcp", fault_of_torch_dist)}
+    return {TORCH_DIST: fault_of_torch_dist}
 
 
 def _prune_with_progress(

@@ -54,13 +54,9 @@ def placed(directory: str | os.PathLike[str]) -> Path:
     except OptionError as error:
         cannot(error)
     if is_object(path):
-        _keep_client_quiet()
+        # What the client logs of its attempts is not for standard error, where errors are one line.
+        logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
     return path
-
-
-def _keep_client_quiet() -> None:
-    """Keeps what the stores' client logs of its attempts from standard error, where errors are one line."""
-    logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
 
 def readable(path: Path) -> Path:
@@ -278,7 +274,6 @@ class Table:
         self._rows.append([printable(cell) for cell in cells])
 
     def print(self) -> None:
-        """Prints the table to standard output."""
         columns = _columns(sys.stdout) or sys.maxsize
         # A cell that takes half of a terminal does not push those beside and below it out of it.
         widths = [

@@ -44,7 +44,6 @@ class Content:
 
     @property
     def bytes(self) -> int:
-        """Returns the size of all elements."""
         return math.prod(self.global_shape) * element_bytes(self.dtype)
 
 

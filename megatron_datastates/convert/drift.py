@@ -54,7 +54,6 @@ class Drift:
         return math.sqrt(self.squares_apart)
 
     def add(self, other: Drift) -> None:
-        """Adds the result of comparing other elements."""
         self.changed += other.changed
         self.largest_absolute = _larger(self.largest_absolute, other.largest_absolute)
         self.largest_relative = _larger(self.largest_relative, other.largest_relative)

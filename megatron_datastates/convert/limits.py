@@ -36,7 +36,6 @@ class Limits:
 
     @property
     def staging_bytes(self) -> int:
-        """Returns the size of the staging pool."""
         return min(max(self.memory_bytes // 8, _LEAST_STAGING_BYTES), _MOST_STAGING_BYTES)
 
     def worker_count(self, files: int) -> int:

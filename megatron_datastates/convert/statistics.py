@@ -47,11 +47,9 @@ class Statistics:
 
     @property
     def norm(self) -> float:
-        """Returns the square root of the sum of squares."""
         return math.sqrt(self.squares)
 
     def add(self, values: torch.Tensor) -> None:
-        """Adds elements to the statistics."""
         if values.dtype not in KINDS:
             values = values.to(torch.complex128).abs() if values.is_complex() else values.to(torch.float64)
         finite, nans, low, high, total, squares = summarize_numbers(KINDS[values.dtype], raw_bytes(values))

@@ -41,11 +41,9 @@ class Point:
 
     @property
     def norm(self) -> float:
-        """Returns the square root of the sum of squares."""
         return math.sqrt(self.squares)
 
     def add(self, other: Point) -> None:
-        """Adds other elements."""
         self.squares += other.squares
         if other.update is not None:
             self.update = self.update or Drift()

@@ -29,10 +29,6 @@ def _is_constant(value: object) -> bool:
     return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
 
 
-def _never(tensor: torch.Tensor) -> Mutability:
-    return Mutability.NEVER
-
-
 class PlannedState:
     """What one rank's final plan stores. The planner looks each item up, and may transform it.
 
@@ -57,7 +53,7 @@ class PlannedState:
         """
         found, objects = Tensors(), []
         archives: dict[bytes, _Archive] = {}
-        classify = self._classify() if self._classify is not None else _never
+        classify = self._classify() if self._classify is not None else lambda tensor: Mutability.NEVER
         by_value, left_bytes = _serializes_by_value(self._planner), _CLONED_BYTES
         with torch.no_grad():  # a DTensor would make its local tensor a differentiable view
             for item in self._plan.items:

@@ -81,7 +81,6 @@ class DataStatesWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory of the checkpoint."""
         return str(self._directory)
 
     @classmethod

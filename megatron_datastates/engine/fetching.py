@@ -116,10 +116,6 @@ def _fetch(path: Path, data_bytes: int, window: Window) -> _Held:
         held.close()
         if not isinstance(error, OSError):
             raise
-        raise StorageError(
-            f"data file {path} cannot be read: {error.strerror}",
-            code=error.errno or 0,
-            path=str(path),
-            operation="read",
-        ) from error
+        text = f"data file {path} cannot be read: {error.strerror}"
+        raise StorageError.of(error, path, text, "read") from error
     return held

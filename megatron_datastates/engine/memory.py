@@ -88,8 +88,8 @@ def _groups(proc: Path) -> Iterator[_Group]:
         fields, (kind, *_, super_options) = before.split(), after.split()
         is_v2 = kind == "cgroup2"
         if is_v2 or (kind == "cgroup" and "memory" in super_options.split(",")):
-            top = Path(_unescaped(fields[4]))
-            at = top / _below(own.get(is_v2, "/"), _unescaped(fields[3]))
+            top = Path(unescaped(fields[4]))
+            at = top / _below(own.get(is_v2, "/"), unescaped(fields[3]))
             # In a container, its own group may be mounted as the root, under a path of the host.
             at = at if at.is_dir() else top
             yield from ((group, is_v2) for group in (at, *at.parents) if group.is_relative_to(top))
@@ -141,6 +141,6 @@ def _lines(path: Path) -> list[str]:
     return [line for line in text.split("\n") if line]
 
 
-def _unescaped(path: str) -> str:
+def unescaped(path: str) -> str:
     """Decodes the octal escapes of mountinfo, such as those of spaces."""
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)

@@ -245,5 +245,4 @@ def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
 
 def _unreadable(text: str, path: Path, error: OSError) -> StorageError:
     advice = f"; {_ADVICE}" if error.errno == errno.ENOENT else ""
-    text = f"{text}: {error.strerror}{advice}"
-    return StorageError(text, code=error.errno or 0, path=str(path), operation="read")
+    return StorageError.of(error, path, f"{text}: {error.strerror}{advice}", "read")

@@ -39,7 +39,6 @@ class SequentialFile:
         self._begin = self._held = 0  # bytes that the engine has, and those in the buffer
 
     def write(self, data: Any) -> int:
-        """Appends bytes; returns how many."""
         rest = np.frombuffer(data, np.uint8)
         size = len(rest)
         if size >= _PASSED_BYTES:
@@ -56,7 +55,6 @@ class SequentialFile:
         return size
 
     def tell(self) -> int:
-        """Returns how many bytes were written."""
         return self._begin + self._held
 
     def flush(self) -> None:

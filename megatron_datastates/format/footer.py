@@ -43,12 +43,10 @@ class Footer:
 
     @functools.cached_property
     def objects(self) -> Mapping[str, TailEntry]:
-        """The objects by key."""
         return self._named(Kind.OBJECT)
 
     @functools.cached_property
     def streams(self) -> Mapping[str, TailEntry]:
-        """The streams by key."""
         return self._named(Kind.STREAM)
 
     @functools.cached_property

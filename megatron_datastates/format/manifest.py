@@ -142,7 +142,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.bytes for file in self.files)
 
     def encode(self) -> bytes:
-        """Returns the bytes of the manifest file."""
         body = msgspec.json.format(msgspec.json.encode(self), indent=1)
         return b"datastates-manifest %d %d %08x\n" % (self.format_version, len(body), zlib.crc32(body)) + body
 

@@ -64,7 +64,6 @@ class OptimizerMap(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
 
     def encode(self) -> str:
-        """Returns the map as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod

@@ -71,7 +71,6 @@ class StoredTensors(Mapping[str, TensorEntry]):
         return len(self._numbers)
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """See Index.describe."""
         (row,) = self.directory.rows([self._numbers[key]])
         return self._dtype(row, key), row.global_shape
 

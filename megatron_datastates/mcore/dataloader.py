@@ -56,7 +56,6 @@ class LoopDataLoader:
         self._expects_another = False  # loader than the attached one
 
     def attach(self, loader: Any, strict: bool, restore: bool) -> bool:
-        """Implements attach_dataloader."""
         if self._attached is not None and not self._expects_another:
             raise ProviderError(
                 "a data loader is attached already: expected one per process. Add others with "

@@ -75,10 +75,7 @@ def reported_load(directory: str | os.PathLike[str], options: Callable[[], Optio
             _warn_of_rounding(tracker.checkpoint)
 
 
-@functools.lru_cache(maxsize=8)
-def _reporter(path: str) -> Reporter:
-    """Returns the one of all loads: a file that hangs is waited for once."""
-    return Reporter(path)
+_reporter = functools.lru_cache(maxsize=8)(Reporter)  # one of all loads: a file that hangs is waited for once
 
 
 def _warn_of_rounding(checkpoint: Checkpoint | None) -> None:

@@ -62,7 +62,6 @@ class Ranks:
         self.nodes = [str(node) for node in self.gathered(socket.gethostname())]
 
     def gathered(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size

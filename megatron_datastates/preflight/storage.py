@@ -6,12 +6,12 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.memory import unescaped
 from megatron_datastates.pipeline.publishing.presence import VISIBLE_SECONDS
 from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
 from megatron_datastates.units import size_text
@@ -38,12 +38,8 @@ def _kind(directory: Path) -> str:
     """Returns the type of the file system, such as lustre."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     # Spaces and the like are escaped there; what is mounted later is over what was there.
-    inside = [(len(at), kind) for at, kind in mounts if directory.resolve().is_relative_to(_unescaped(at))]
+    inside = [(len(at), kind) for at, kind in mounts if directory.resolve().is_relative_to(unescaped(at))]
     return max(reversed(inside), key=lambda mount: mount[0])[1] if inside else "an unknown file system"
-
-
-def _unescaped(path: str) -> str:
-    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def calls(folder: Path, rank: int, token: str) -> list[Check]:

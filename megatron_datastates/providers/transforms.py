@@ -265,7 +265,6 @@ class EncodedSource:
         return self.source.kind
 
     def snapshot(self, budget: CopyBudget) -> EncodedSource | None:
-        """Returns the snapshot of what is encoded."""
         snapshot = self.source.snapshot(budget)
         return None if snapshot is None else EncodedSource(snapshot, self.encoding)
 

@@ -230,11 +230,8 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]
             raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes")
         text = data.decode(errors="replace").replace("\r\n", "\n")
     except OSError as error:
-        raise StorageError(
-            f"{path}: {error.strerror}: give a file that --datastates-report-file has written",
-            code=error.errno or 0,
-            path=str(path),
-        ) from None
+        text = f"{path}: {error.strerror}: give a file that --datastates-report-file has written"
+        raise StorageError.of(error, path, text) from None
     found: list[Save | Load | Drain | Copies] = []
     skipped: list[str] = []
     lines = text.split("\n")

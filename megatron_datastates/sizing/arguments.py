@@ -145,7 +145,7 @@ def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             reason = f"{path}: {error.strerror}: give a file with arguments of Megatron"
-            raise StorageError(reason, code=error.errno or 0, path=str(path)) from None
+            raise StorageError.of(error, path, reason) from None
         try:
             everything += _resolved(_words(text), defaults)
         except ValueError as error:

@@ -64,11 +64,9 @@ class HuggingFaceTensor:
 
     @property
     def bytes(self) -> int:
-        """Returns the size of all elements."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
     def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
-        """See Exportable."""
         # A block exists at most three times: as it is stored, transposed, and converted. Half of the memory
         # is for layers, see _Layers.
         most = max(memory_bytes // 24, 1)

@@ -83,10 +83,6 @@ def _read_common(config: Config) -> dict[str, Any]:
     }
 
 
-def _llama_config(a: Arguments) -> Config:
-    return _common_config(a) | {"attention_bias": a.add_bias_linear, "mlp_bias": a.add_bias_linear}
-
-
 def _read_llama(config: Config) -> Mapping[str, Any]:
     bias = bool(config.get("attention_bias"))
     return _read_common(config) | {"add_bias_linear": bias, "add_qkv_bias": bias}
@@ -217,7 +213,7 @@ FAMILIES = (
         "llama",
         "LlamaForCausalLM",
         lambda a: _llama_like(a) | _DENSE | {"add_qkv_bias": a.add_bias_linear, "qk_layernorm": False},
-        _llama_config,
+        lambda a: _common_config(a) | dict.fromkeys(("attention_bias", "mlp_bias"), a.add_bias_linear),
         _read_llama,
     ),
     Family(

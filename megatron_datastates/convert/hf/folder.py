@@ -20,8 +20,9 @@ from megatron_datastates.convert.hf.export import CONFIG_NAME
 from megatron_datastates.convert.sinks.safetensors import DTYPES, INDEX_NAME
 from megatron_datastates.convert.sources.archives import read_exactly
 from megatron_datastates.errors import FormatError, NotACheckpointError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, open_regular, read_regular, size_of
+from megatron_datastates.files import DOCUMENT_BYTES, open_regular, size_of
 from megatron_datastates.format.values import element_bytes
+from megatron_datastates.pipeline.runs.runs import json_members
 
 _ONE_FILE = "model.safetensors"
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the library itself
@@ -40,7 +41,6 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Returns the size of all elements."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
     def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
@@ -61,7 +61,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         what = f"has no {CONFIG_NAME}" if directory.is_dir() else "is not a directory"
         raise NotACheckpointError(f"{directory} {what}: choose a Hugging Face model folder")
-    return _object(path, DOCUMENT_BYTES)
+    return json_members(path, DOCUMENT_BYTES)
 
 
 def find_tensors(directory: Path) -> dict[str, Stored]:
@@ -73,7 +73,7 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
         FormatError: a file is damaged.
     """
     if (directory / INDEX_NAME).is_file():
-        places = _object(directory / INDEX_NAME, _INDEX_BYTES).get("weight_map")
+        places = json_members(directory / INDEX_NAME, _INDEX_BYTES).get("weight_map")
         if not isinstance(places, dict) or not all(_is_file_name(name) for name in places.values()):
             raise FormatError(f"{directory / INDEX_NAME} is damaged: it has no weight_map of file names")
     elif (directory / _ONE_FILE).is_file():
@@ -106,16 +106,6 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
 
 def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
-
-
-def _object(path: Path, most_bytes: int) -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(path, most_bytes))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path} is damaged: it holds no JSON object")
-    return found
 
 
 def _tensors_of(path: Path) -> dict[str, Stored]:

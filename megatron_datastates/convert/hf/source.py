@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron_datastates.convert.hf.arguments import namespace
 from megatron_datastates.convert.hf.config_json import read_config
 from megatron_datastates.convert.hf.folder import Stored, find_tensors, read_config_json
 from megatron_datastates.convert.hf.tensors import EMBEDDING, LAYERS, Entry, Place, Rows, entries
-from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import element_bytes
@@ -108,7 +108,7 @@ class HuggingFaceSource(Source):
         table = list(entries(self.family.model_type, self.arguments))
         self._require_no_others(table)
         self._require_one_embedding(table)
-        self._tensors = self._megatron_tensors(table)
+        self.tensors: dict[str, MegatronTensor] = self._megatron_tensors(table)
         self._objects = sorted({key for place, _ in table for key in self._extra_states(place)})
         # Last: a folder that is refused leaves nothing to remove.
         self._made = tempfile.TemporaryDirectory(prefix="datastates-import-")  # holds the common state
@@ -257,10 +257,6 @@ class HuggingFaceSource(Source):
         )
 
     @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self._tensors
-
-    @property
     def objects(self) -> Sequence[str]:
         return self._objects
 
@@ -284,7 +280,7 @@ class HuggingFaceSource(Source):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        entry = self._found(self._tensors, "tensor", key)
+        entry = self._found(self.tensors, "tensor", key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         dtype = torch_dtype(entry.dtype, key)
         target = torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -300,7 +296,7 @@ class HuggingFaceSource(Source):
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         for key, number, begin, size, at in ranges:
-            entry = self._tensors[key]
+            entry = self.tensors[key]
             for segment in entry.segments[number]:
                 first = segment.begin * segment.row_bytes
                 low, high = max(begin, first), min(begin + size, first + segment.rows * segment.row_bytes)
@@ -313,7 +309,7 @@ class HuggingFaceSource(Source):
         return ObjectSource(key, [None]).serialize()
 
     def stored_by_rank(self) -> list[RankContents]:
-        every = [(key, n) for key, one in self._tensors.items() for n in range(len(one.segments))]
+        every = [(key, n) for key, one in self.tensors.items() for n in range(len(one.segments))]
         return [RankContents(every, self._objects)]
 
     def require_files(self) -> None:

@@ -69,11 +69,9 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Returns the size of all elements."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
     def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
-        """See Exportable."""
         most = max(memory_bytes // element_bytes(self.dtype), 1)
         for offset, shape in cut_box(self.part.offset, self.part.shape, most):
             yield read(self.key, offset, shape)

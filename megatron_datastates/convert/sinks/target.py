@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates import stores
-from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.atomic_files import opened, sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object, open_regular, real_path
 from megatron_datastates.pipeline.runs.runs import format_of
@@ -175,7 +175,8 @@ def _upload(written: Path, target: Path) -> None:
             stores.upload(target, file)
         return
     files = [path for path in written.rglob("*") if path.is_file()]
-    names = [str(path.relative_to(written)) for path in sorted(files, key=_upload_order)]
+    files.sort(key=lambda path: (path.suffix == ".json", path.name == _LAST, path))
+    names = [str(path.relative_to(written)) for path in files]
     with claimed(target):
         try:
             for name in names:
@@ -185,10 +186,6 @@ def _upload(written: Path, target: Path) -> None:
             with contextlib.suppress(OSError):
                 stores.remove_all(target, names)
             raise
-
-
-def _upload_order(path: Path) -> tuple[bool, bool, Path]:
-    return path.suffix == ".json", path.name == _LAST, path
 
 
 @contextlib.contextmanager
@@ -259,11 +256,8 @@ def named_as(temporary: Path, target: Path) -> Iterator[None]:
 def sync_tree(root: Path) -> None:
     """Syncs a file, or a directory with all its contents."""
     for path in [*root.rglob("*"), root]:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -23,7 +23,6 @@ from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.errors import FormatError, OptionError
 from megatron_datastates.format.directory import BACKEND, COMMON_FILE, COMMON_STATE_KEY
-from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import element_bytes, is_optimizer_map
 from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, BucketStates
 from megatron_datastates.pipeline.loading.optimizer_groups import beside_maps, reshardable_common_state
@@ -67,6 +66,7 @@ class ByParameterSource(Source):
                 "convert one that was saved with --ckpt-format datastates and a distributed optimizer"
             )
         self._stored, self._states = stored, states
+        self.manifest = stored.manifest
         self._beside = beside_maps(stored.checkpoint)
         self._made: tempfile.TemporaryDirectory[str] | None = None  # has the common state, if it is a file
         change = functools.partial(reshardable_common_state, stored.checkpoint)
@@ -83,7 +83,7 @@ class ByParameterSource(Source):
                 f"{stored.directory} has no common state, which --optimizer fully-reshardable needs: "
                 "it was not saved by Megatron"
             )
-        self._tensors = tensors_by_parameter(stored, states)
+        self.tensors = tensors_by_parameter(stored, states)
 
     def require_whole(self) -> None:
         """Raises OptionError for a state of only a part of its parameter, as where layers are frozen.
@@ -91,7 +91,7 @@ class ByParameterSource(Source):
         Also for main parameters of which only the remainders are stored, and for a chain of optimizers that
         are not all stored in buckets.
         """
-        beside = next((key for key in self._tensors if key not in self._states and is_state(key)), None)
+        beside = next((key for key in self.tensors if key not in self._states and is_state(key)), None)
         if beside is not None:  # its key and its parameter groups would have to change, too
             raise OptionError(
                 f"{self.directory} stores {beside!r} by parameter, and another optimizer's state in buckets, "
@@ -114,10 +114,6 @@ class ByParameterSource(Source):
                 )
 
     @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self._tensors
-
-    @property
     def objects(self) -> Sequence[str]:
         return [key for key in self._stored.objects if key not in self._beside]
 
@@ -130,10 +126,6 @@ class ByParameterSource(Source):
 
     def stream_bytes(self, key: str) -> int:
         return self._stored.stream_bytes(key)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._stored.manifest
 
     @property
     def other_files(self) -> Sequence[str]:
@@ -221,7 +213,7 @@ class ByParameterSource(Source):
 
     def _numbers_of_files(self) -> dict[int, int]:
         """Returns, by number of a data file, the place of its rank among those that stored anything."""
-        held = zip(self.manifest.files, self._stored.stored_by_file(), strict=True)
+        held = zip(self._stored.manifest.files, self._stored.stored_by_file(), strict=True)
         ranks = [file.rank if not one.is_empty else None for file, one in held]
         places = {rank: n for n, rank in enumerate(sorted({rank for rank in ranks if rank is not None}))}
         return {file: places[rank] for file, rank in enumerate(ranks) if rank is not None}

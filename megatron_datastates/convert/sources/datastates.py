@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from megatron_datastates.convert.sources.source import (
     RankContents,
     Slice,
     Source,
-    SourceTensor,
     fragment_with,
 )
 from megatron_datastates.engine.reader import Reader
@@ -49,15 +48,13 @@ class DataStatesSource(Source):
 
     format = "datastates"
     checkpoint: Checkpoint
+    manifest: Manifest
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._options = Options.from_environment()
         self.checkpoint = Checkpoint.open(directory, self._options)
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self.checkpoint.index.tensors
+        self.manifest, self.tensors = self.checkpoint.manifest, self.checkpoint.index.tensors
 
     def preload(self, keys: Iterable[str]) -> None:
         self.checkpoint.index.preload(keys)
@@ -68,10 +65,6 @@ class DataStatesSource(Source):
     @property
     def objects(self) -> Sequence[str]:
         return list(self.checkpoint.index.objects)
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.checkpoint.manifest
 
     @property
     def other_files(self) -> Sequence[str]:

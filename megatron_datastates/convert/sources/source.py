@@ -76,15 +76,13 @@ class Source(ABC):
     format: str  # as --ckpt-format names it
     uncovered = ""  # what checks cannot find in this format
     checkpoint: Checkpoint | None = None  # the same as loads open it, if it is of our format
+    manifest: Manifest | None = None  # of the save, in our format
+    dcp_records: Records | None = None  # of DCP's `.metadata`, in its format
+    tensors: Mapping[str, SourceTensor]  # all, by key
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._noted: dict[Path, tuple[int, float] | None] = {}  # bytes, time of the last change
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        """Returns all tensors by key."""
 
     def _found(self, places: Mapping[str, T], what: str, key: str) -> T:
         """Returns what `places` has of a tensor or an object. Raises MissingKeyError."""
@@ -123,18 +121,8 @@ class Source(ABC):
         return self.directory / name
 
     @property
-    def manifest(self) -> Manifest | None:
-        """Returns the manifest of the save; None of another format."""
-        return None
-
-    @property
     def dcp_facts(self) -> Facts | None:
         """Returns what PyTorch's distributed checkpoints know of the state and its tensors, if known."""
-        return None
-
-    @property
-    def dcp_records(self) -> Records | None:
-        """Returns the records of DCP's `.metadata`; None of another format."""
         return None
 
     @property

@@ -26,7 +26,7 @@ from megatron_datastates.convert.sources.dcp_checks import (
     unnamed_bytes,
     unusual_keys,
 )
-from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
+from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.sources.source import (
     FragmentRange,
@@ -102,7 +102,7 @@ class TorchDistSource(Source):
         metadata = load_metadata(path)
         self._paths, self._version = paths_of(metadata), metadata.version
         self._has_own_planner_data = self._paths is None and metadata.planner_data not in (None, {})
-        self._tensors: dict[str, TorchDistTensor] = {}
+        self.tensors: dict[str, TorchDistTensor] = {}
         self._objects: dict[str, Record] = {}
         self._properties: dict[str, dict[str, bool]] = {}  # by key, those that are not usual
         try:
@@ -110,17 +110,17 @@ class TorchDistSource(Source):
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{path} is damaged: {error}") from error
         self._maps = read_maps(directory)
-        if self._maps.keys() & (self._objects.keys() | self._tensors.keys()):
+        if self._maps.keys() & (self._objects.keys() | self.tensors.keys()):
             raise FormatError(f"{path} has the key of an optimizer map that is in {OPTIMIZER_MAPS_NAME}, too")
 
     def _read_entries(self, metadata: Metadata, path: Path) -> None:
-        self._records = records = records_of(metadata, path)
+        self.dcp_records = records = records_of(metadata, path)
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(key, str):
                 raise FormatError(f"{path}: a key is {key!r}, expected a string")
             key.encode()  # raises for half of a surrogate pair
             if isinstance(entry, TensorStorage):
-                self._tensors[key] = _tensor(key, entry, records.get(key, {}), path)
+                self.tensors[key] = _tensor(key, entry, records.get(key, {}), path)
                 if properties := _unusual(entry.properties.others):
                     self._properties[key] = properties
             elif isinstance(entry, BytesStorage) and records.get(key):
@@ -128,12 +128,8 @@ class TorchDistSource(Source):
             else:
                 raise FormatError(f"{path}: {key!r} is neither a stored tensor nor a stored object")
 
-    @property
-    def tensors(self) -> Mapping[str, TorchDistTensor]:
-        return self._tensors
-
     def files_of(self, key: str) -> npt.NDArray[np.int64]:
-        return self._found(self._tensors, "tensor", key).files
+        return self._found(self.tensors, "tensor", key).files
 
     @property
     def objects(self) -> Sequence[str]:
@@ -157,10 +153,6 @@ class TorchDistSource(Source):
         newer = [path.name for path, noted in self._noted.items() if noted and index and noted[1] > index[1]]
         return f"{_NEWER}: {some_of(newer, _MOST_NAMED)}" if newer else ""
 
-    @property
-    def dcp_records(self) -> Records:
-        return self._records
-
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
@@ -168,7 +160,7 @@ class TorchDistSource(Source):
 
         from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 
-        entry = self._found(self._tensors, "tensor", key)
+        entry = self._found(self.tensors, "tensor", key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
         found = [(n, intersect(*box, offset, shape)) for n, box in enumerate(boxes)]
@@ -192,7 +184,7 @@ class TorchDistSource(Source):
         return data.view(torch_dtype(entry.dtype, key)).reshape(shape)
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
-        entry = self._found(self._tensors, "tensor", key)
+        entry = self._found(self.tensors, "tensor", key)
         number = fragment_with(entry, offset)
         record = None if number is None else entry.records[number]
         return ("", 0) if record is None else (record.file, record.offset)
@@ -256,7 +248,7 @@ class TorchDistSource(Source):
                 )
 
     def _reused_files(self) -> Iterable[Path]:
-        stored = [one for entry in self._tensors.values() for one in entry.records if one is not None]
+        stored = [one for entry in self.tensors.values() for one in entry.records if one is not None]
         names = {one.file for one in [*stored, *self._objects.values()]}
         return [self.directory / name for name in (TORCH_DIST_INDEX, COMMON_FILE, *sorted(names))]
 
@@ -297,12 +289,12 @@ class TorchDistSource(Source):
         self.note_files()
         if self.doubt:
             yield self.doubt
-        yield from unusual_keys([*self._tensors, *self._objects])
+        yield from unusual_keys([*self.tensors, *self._objects])
         yield from unnamed_bytes(self.directory, self.records())
 
     def records(self) -> Iterator[tuple[str, int | None, Record]]:
         """Yields the key, number and place of each fragment; of each object, with None for the number."""
-        for key, entry in self._tensors.items():
+        for key, entry in self.tensors.items():
             for n in range(len(entry.records)):
                 yield key, n, self._place(key, n)
         for key, record in self._objects.items():
@@ -313,12 +305,10 @@ class TorchDistSource(Source):
             return open_regular(self.directory / name)
         except OSError as error:
             path = self.directory / name
-            raise StorageError(
-                f"{path} cannot be read: {error.strerror}", code=error.errno or 0, path=str(path)
-            ) from error
+            raise StorageError.of(error, path, f"{path} cannot be read: {error.strerror}") from error
 
     def _place(self, key: str, number: int) -> Record:
-        record = self._found(self._tensors, "tensor", key).records[number]
+        record = self._found(self.tensors, "tensor", key).records[number]
         if record is None:
             raise FormatError(f"{self.directory / TORCH_DIST_INDEX} has no place for a fragment of {key!r}")
         return record

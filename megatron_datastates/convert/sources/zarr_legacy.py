@@ -27,7 +27,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +183,12 @@ class LegacyZarrSource(Source):
         super().__init__(directory)
         folders = [path for path in sorted(directory.iterdir()) if path.is_dir()]
         arrays = [path for path in folders if (path / _ARRAY_NAME).is_file()]
-        self._tensors = {path.name: _open_tensor(path) for path in arrays}
+        self.tensors: dict[str, ZarrTensor] = {path.name: _open_tensor(path) for path in arrays}
         self._objects = dict(pair for path in folders for pair in _objects_in(path))
         holders = {*arrays, *(path.parent for path in self._objects.values())}
         self._other_directories = [
             path.name for path in folders if path not in holders and path.suffix != ".sync"
         ]
-
-    @property
-    def tensors(self) -> Mapping[str, ZarrTensor]:
-        return self._tensors
 
     @property
     def objects(self) -> Sequence[str]:
@@ -205,7 +201,7 @@ class LegacyZarrSource(Source):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        tensor = self._found(self._tensors, "tensor", key)
+        tensor = self._found(self.tensors, "tensor", key)
         offset, shape = checked_slice(key, tensor.global_shape, offset, shape)
         cells = list(tensor.cells(offset, shape))  # checks all before memory is allocated
         target = np.empty((*shape, tensor.element_bytes), np.uint8)
@@ -218,7 +214,7 @@ class LegacyZarrSource(Source):
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         for key, number, begin, size, at in ranges:
-            tensor = self._found(self._tensors, "tensor", key)
+            tensor = self._found(self.tensors, "tensor", key)
             fragment = self.fragment(key, number)
             if fragment.shape == tensor.chunk_shape:  # then only the requested bytes are read
                 (cell,) = tensor.cells(fragment.offset, fragment.shape)
@@ -234,20 +230,20 @@ class LegacyZarrSource(Source):
         return ObjectSource(key, [value], Mutability.NEVER).serialize()
 
     def require_files(self) -> None:
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             for _ in tensor.cells((0,) * len(tensor.global_shape), tensor.global_shape):
                 pass
 
     def _reused_files(self) -> Iterable[Path]:
         yield self.directory / COMMON_FILE
         yield from self._objects.values()
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             with os.scandir(tensor.path) as entries:
                 yield from (tensor.path / entry.name for entry in entries if _OF_ARRAY.fullmatch(entry.name))
 
     def stored_by_rank(self) -> list[RankContents]:
         """Returns everything as one rank's, because the files do not say which rank wrote what."""
-        fragments = [(key, n) for key, tensor in self._tensors.items() for n in range(len(tensor.offsets))]
+        fragments = [(key, n) for key, tensor in self.tensors.items() for n in range(len(tensor.offsets))]
         return [RankContents(fragments, list(self._objects))]
 
 

@@ -15,10 +15,17 @@ import importlib
 import re
 
 _DIST = "megatron.core.dist_checkpointing."
+_TORCH = _DIST + "strategies.torch"
+_PARALLEL = _DIST + "strategies.fully_parallel"
+_COMMON = _DIST + "strategies.common"
+_SERIALIZATION = _DIST + "serialization"
 _OPTIMIZER = "megatron.core.optimizer."
+_OPTIMIZERS = _OPTIMIZER + "optimizer"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_ARGUMENTS = "megatron.training.arguments"
 _CHECKPOINTING = "megatron.training.checkpointing"
-_QUEUE = _DIST + "strategies.async_utils"  # Megatron's own, which it has announced to remove
-_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+QUEUE = _DIST + "strategies.async_utils"  # Megatron's own, which it has announced to remove
+NVRX_QUEUE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,139 +48,97 @@ OPTIMIZER_MODULE = _OPTIMIZER + "distrib_optimizer"
 # environment switch has a hold.
 _LOADING = (
     Hook(_DIST + "core", "maybe_load_config", "load.by_format.wrap_maybe_load_config"),
-    Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "load.by_format.wrap_get_filesystem_reader"),
+    Hook(_TORCH, "_get_filesystem_reader", "load.by_format.wrap_get_filesystem_reader"),
+    Hook(_TORCH, "TorchDistLoadShardedStrategy.load", "load.by_format.wrap_torch_dist_load"),
     Hook(
-        _DIST + "strategies.torch", "TorchDistLoadShardedStrategy.load", "load.by_format.wrap_torch_dist_load"
-    ),
-    Hook(
-        _DIST + "strategies.torch",
+        _TORCH,
         "TorchDistLoadShardedStrategy.remove_sharded_tensors",
         "load.by_format.wrap_remove_sharded_tensors",
     ),
     # A class of DCP's, which Megatron's own tools construct themselves.
-    Hook(_DIST + "strategies.torch", "FileSystemReader.read_metadata", "load.tools.wrap_dcp_read_metadata"),
-    Hook(_DIST + "strategies.torch", "FileSystemReader.read_data", "load.tools.wrap_dcp_read_data"),
-    Hook(_DIST + "serialization", "load", "load.wrappers.wrap_load"),
-    Hook(_DIST + "serialization", "load_plain_tensors", "load.by_format.wrap_load_plain_tensors"),
-    Hook(_DIST + "serialization", "save", "switch.wrap_save"),
+    Hook(_TORCH, "FileSystemReader.read_metadata", "load.tools.wrap_dcp_read_metadata"),
+    Hook(_TORCH, "FileSystemReader.read_data", "load.tools.wrap_dcp_read_data"),
+    Hook(_SERIALIZATION, "load", "load.wrappers.wrap_load"),
+    Hook(_SERIALIZATION, "load_plain_tensors", "load.by_format.wrap_load_plain_tensors"),
+    Hook(_SERIALIZATION, "save", "switch.wrap_save"),
     Hook(
         _DIST + "validation",
         "validate_integrity_and_strict_load",
         "load.wrappers.wrap_validate_integrity_and_strict_load",
     ),
-    Hook(
-        _DIST + "strategies.fully_parallel",
-        "FullyParallelLoadStrategyWrapper.load",
-        "load.wrappers.wrap_fully_parallel_load",
-    ),
-    Hook(
-        _DIST + "strategies.fully_parallel",
-        "exchange_by_distribution",
-        "load.wrappers.wrap_exchange_by_distribution",
-        rebind=False,
-    ),
-    Hook(
-        "megatron.training.arguments",
-        "_add_checkpointing_args",
-        "training.arguments.wrap_add_checkpointing_args",
-    ),
-    Hook("megatron.training.arguments", "validate_args", "training.loop.wrap_validate_args"),
+    Hook(_PARALLEL, "FullyParallelLoadStrategyWrapper.load", "load.wrappers.wrap_fully_parallel_load"),
+    Hook(_PARALLEL, "exchange_by_distribution", "load.wrappers.wrap_exchange_by_distribution", rebind=False),
+    Hook(_ARGUMENTS, "_add_checkpointing_args", "training.arguments.wrap_add_checkpointing_args"),
+    Hook(_ARGUMENTS, "validate_args", "training.loop.wrap_validate_args"),
     Hook(_CHECKPOINTING, "read_metadata", "training.tracker_recovery.wrap_read_metadata"),
     Hook(_CHECKPOINTING, "load_checkpoint", "training.load.wrap_load_checkpoint"),
     Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),
     Hook(_CHECKPOINTING, "_load_base_checkpoint", "training.load.wrap_load_base_checkpoint"),
     Hook(_CHECKPOINTING, "_get_checkpoint_format", "training.load.wrap_get_checkpoint_format"),
+    Hook(_SERIALIZATION, "load_content_metadata", "training.load.wrap_load_content_metadata"),
     Hook(
-        _DIST + "serialization",
-        "load_content_metadata",
-        "training.load.wrap_load_content_metadata",
-    ),
-    Hook(
-        _OPTIMIZER + "distrib_optimizer",
+        OPTIMIZER_MODULE,
         "DistributedOptimizer.sharded_state_dict",
         "load.optimizer_request.wrap_sharded_state_dict",
     ),
     Hook(
-        _OPTIMIZER + "distrib_optimizer",
+        OPTIMIZER_MODULE,
         "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
         "load.optimizer_request.wrap_load_parameter_state",
     ),
 )
 # Before 0.18, all ranks plan a DCP load together; since then each rank plans its own.
-_PLAN_016 = Hook(
-    _DIST + "strategies.torch",
-    "checkpoint.load_state_dict",
-    "load.by_format.wrap_load_state_dict",
-    rebind=False,
-)
+_PLAN_016 = Hook(_TORCH, "checkpoint.load_state_dict", "load.by_format.wrap_load_state_dict", rebind=False)
 # Loads the common state: first a method of a strategy, then a function, then a function for an object
 # in the checkpoint.
-_COMMON_016 = Hook(
-    _DIST + "strategies.common",
-    "TorchCommonLoadStrategy.load_common",
-    "load.by_format.wrap_load_common",
-)
-_COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "load.by_format.wrap_load_common")
-_COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "load.by_format.wrap_load_common")
-_COMMON_OF_TOOLS = Hook(_DIST + "strategies.common", "load_common", "load.tools.wrap_load_common_of_tools")
+_COMMON_016 = Hook(_COMMON, "TorchCommonLoadStrategy.load_common", "load.by_format.wrap_load_common")
+_COMMON_017 = Hook(_COMMON, "load_common", "load.by_format.wrap_load_common")
+_COMMON_019 = Hook(_SERIALIZATION, "load_common_state_dict", "load.by_format.wrap_load_common")
+_COMMON_OF_TOOLS = Hook(_COMMON, "load_common", "load.tools.wrap_load_common_of_tools")
 _REGISTRY = Hook(
     _DIST + "strategies.base", "get_default_strategy", "load.by_format.wrap_get_default_strategy"
 )
 
 # Attached before the first save in our format.
 _SAVING = (
+    Hook(_PARALLEL, "FullyParallelSaveStrategyWrapper.__init__", "save.strategy.wrap_fully_parallel_init"),
     Hook(
-        _DIST + "strategies.fully_parallel",
-        "FullyParallelSaveStrategyWrapper.__init__",
-        "save.strategy.wrap_fully_parallel_init",
-    ),
-    Hook(
-        _DIST + "strategies.fully_parallel",
+        _PARALLEL,
         "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
         "save.strategy.wrap_apply_saving_parallelization",
     ),
     Hook(_DIST + "core", "save_config", "save.strategy.wrap_save_config"),
     Hook(
-        _QUEUE,
+        QUEUE,
         "AsyncCallsQueue.schedule_async_request",
         "save.request.wrap_schedule_async_request",
         need="queue",
     ),
     Hook(
-        _NVRX,
+        NVRX_QUEUE,
         "AsyncCallsQueue.schedule_async_request",
         "save.request.wrap_schedule_async_request",
         need="queue",
     ),
-    Hook(_QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
-    Hook(_NVRX, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
-    Hook(_OPTIMIZER + "optimizer", "MixedPrecisionOptimizer.step", "fences.wrap_optimizer_step"),
-    Hook(_OPTIMIZER + "optimizer", "FP32Optimizer.step", "fences.wrap_optimizer_step"),
-    Hook(_OPTIMIZER + "optimizer", "ChainedOptimizer.step", "fences.wrap_optimizer_step"),
-    Hook(_OPTIMIZER + "optimizer", "MegatronOptimizer.offload_to_cpu", "fences.wrap_offload"),
-    Hook(_OPTIMIZER + "optimizer", "MegatronOptimizer.restore_from_cpu", "fences.wrap_offload"),
+    Hook(QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
+    Hook(NVRX_QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
+    Hook(_OPTIMIZERS, "MixedPrecisionOptimizer.step", "fences.wrap_optimizer_step"),
+    Hook(_OPTIMIZERS, "FP32Optimizer.step", "fences.wrap_optimizer_step"),
+    Hook(_OPTIMIZERS, "ChainedOptimizer.step", "fences.wrap_optimizer_step"),
+    Hook(_OPTIMIZERS, "MegatronOptimizer.offload_to_cpu", "fences.wrap_offload"),
+    Hook(_OPTIMIZERS, "MegatronOptimizer.restore_from_cpu", "fences.wrap_offload"),
     Hook(
-        _OPTIMIZER + "distrib_optimizer",
+        OPTIMIZER_MODULE,
         "DistributedOptimizer.sharded_param_state_dp_reshardable",
         "save.buckets.wrap_sharded_param_state_dp_reshardable",
     ),
-    Hook(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBuffer.offload_to_cpu",
-        "fences.wrap_offload",
-    ),
-    Hook(
-        "megatron.core.distributed.param_and_grad_buffer",
-        "_ParamAndGradBuffer.reload_from_cpu",
-        "fences.wrap_offload",
-    ),
+    Hook(_BUFFER, "_ParamAndGradBuffer.offload_to_cpu", "fences.wrap_offload"),
+    Hook(_BUFFER, "_ParamAndGradBuffer.reload_from_cpu", "fences.wrap_offload"),
 )
 # Until 0.19, which does this before a save, parameters get their new values at the start of the next
 # iteration.
 _STAGING_016 = Hook(
-    _OPTIMIZER + "distrib_optimizer",
-    "DistributedOptimizer._copy_main_params_to_param_buffer",
-    "fences.wrap_gather",
+    OPTIMIZER_MODULE, "DistributedOptimizer._copy_main_params_to_param_buffer", "fences.wrap_gather"
 )
 _LAYER_WISE = _OPTIMIZER + "layer_wise_optimizer"
 _GATHER_016 = Hook(_LAYER_WISE, "LayerWiseDistributedOptimizer.allgather_params", "fences.wrap_gather")

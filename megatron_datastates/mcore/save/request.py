@@ -14,14 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.mcore.errors import MegatronSaveFailedError
+from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.held import trainer_held
 
 logger = logging.getLogger(__name__)
-_QUEUES = (
-    "megatron.core.dist_checkpointing.strategies.async_utils",
-    "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
-)
 _MOST_HIDDEN = 1  # saves that may have failed after an unfinished one, which an error would end
 
 # Megatron's function that writes metadata.json and waits for all ranks, on the trainer's thread.
@@ -96,10 +93,10 @@ def make_request(publication: Publication, async_strategy: str, on_failure: str)
 def _request_class(async_strategy: str) -> Any:
     if async_strategy == "nvrx":
         try:
-            return importlib.import_module(_QUEUES[1]).AsyncRequest
+            return importlib.import_module(versions.NVRX_QUEUE).AsyncRequest
         except ImportError:
             pass  # not installed: Megatron's own queue needs Megatron's own request
-    return importlib.import_module(_QUEUES[0]).AsyncRequest
+    return importlib.import_module(versions.QUEUE).AsyncRequest
 
 
 class DataStatesCaller:

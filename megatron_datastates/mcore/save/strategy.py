@@ -159,7 +159,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             own = state if transform is None else transform(state)
             return {"": own, **registered(self.options.providers)}
 
-        publication = saver_for(self.options).start(
+        return saver_for(self.options).start(
             directory,
             providers,
             iteration=iteration,
@@ -169,7 +169,6 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             far_published=self._far_published(directory),
             is_of_training=isinstance(self, TrainingSaveStrategy),
         )
-        return publication
 
 
 class TrainingSaveStrategy(DataStatesSaveStrategy):

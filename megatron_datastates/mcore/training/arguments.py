@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from megatron_datastates.errors import OptionError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.attach import replaced
 
 logger = logging.getLogger(__name__)
 _PREFIX = "--datastates-"
@@ -91,6 +92,13 @@ def _type(spec: OptionSpec) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
     return parse
+
+
+def run_arguments() -> Any:
+    """Returns the arguments of this run, as Megatron's loop has them."""
+    from megatron.training.checkpointing import get_args
+
+    return get_args()
 
 
 def is_selected(args: Any) -> bool:
@@ -184,10 +192,8 @@ def is_converting(args: Any) -> bool:
 
 def msc_is_enabled() -> bool:
     """Returns whether Megatron itself opens files through the multi-storage client."""
-    try:
-        from megatron.core.msc_utils import MultiStorageClientFeature
-    except ImportError:  # an older release
-        return False
+    from megatron.core.msc_utils import MultiStorageClientFeature
+
     return bool(MultiStorageClientFeature.is_enabled())
 
 
@@ -213,21 +219,15 @@ def set_dependent_arguments(args: Any) -> None:
             logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")
 
 
-@contextlib.contextmanager
-def structure_as_given(args: Any) -> Iterator[None]:
+def structure_as_given(args: Any) -> contextlib.AbstractContextManager[None]:
     """Wraps a save of Megatron's own: only the user may say that its structure is constant.
 
     Megatron's local checkpoints fail at a tensor that the first one did not have, such as a state of an
     optimizer whose first steps were skipped.
     """
     if not _has_set_structure:
-        yield
-        return
-    args.ckpt_assume_constant_structure = False
-    try:
-        yield
-    finally:
-        args.ckpt_assume_constant_structure = True
+        return contextlib.nullcontext()
+    return replaced(args, "ckpt_assume_constant_structure", False)
 
 
 def _nvrx_is_usable() -> bool:

@@ -6,15 +6,16 @@ here: the loads themselves (load.py); the search (pipeline/upkeep/fallback.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.files import any_path, path_of
 from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.load.state import Load
+from megatron_datastates.mcore.training.arguments import run_arguments
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.errors import MegatronLoadFailedError
@@ -42,12 +43,10 @@ def damage_error(
 
 def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | None]:
     """Returns what the user can do, and an iteration to load instead. Collective if the ranks search."""
-    from megatron.training.checkpointing import get_args
-
     from megatron_datastates.pipeline.publishing.collectives import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, is_undamaged
 
-    args, directory = get_args(), any_path(load.directory or "")
+    args, directory = run_arguments(), any_path(load.directory or "")
     root = any_path(args.load) if directory.parent == _non_persistent(args) else directory.parent
     if directory.name == RELEASE_NAME:
         return (
@@ -100,14 +99,6 @@ def _non_persistent(args: Any) -> Path | None:
     return path_of(args.non_persistent_global_ckpt_dir or path_of(args.load) / "non_persistent")
 
 
-@contextlib.contextmanager
-def chosen(iteration: int) -> Iterator[None]:
+def chosen(iteration: int) -> AbstractContextManager[None]:
     """Lets Megatron load an iteration, as if the argument --ckpt-step named it."""
-    from megatron.training.checkpointing import get_args
-
-    args = get_args()
-    before, args.ckpt_step = args.ckpt_step, iteration
-    try:
-        yield
-    finally:
-        args.ckpt_step = before
+    return replaced(run_arguments(), "ckpt_step", iteration)

@@ -31,7 +31,7 @@ from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_of_files
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
-from megatron_datastates.mcore.training.arguments import is_selected, options_of, uses_fsdp
+from megatron_datastates.mcore.training.arguments import is_selected, options_of, run_arguments, uses_fsdp
 from megatron_datastates.mcore.training.damaged import chosen, damage_error
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
@@ -118,9 +118,7 @@ def _load(original: Callable[[], Any], purpose: str) -> Any:
 
 
 def _shards_at_once() -> contextlib.AbstractContextManager[None]:
-    from megatron.training.checkpointing import get_args
-
-    if not (is_selected(get_args()) and uses_fsdp(get_args())):
+    if not (is_selected(run_arguments()) and uses_fsdp(run_arguments())):
         return contextlib.nullcontext()
     from megatron_datastates.mcore.training.fsdp_shards import gathered_at_once
 
@@ -133,9 +131,7 @@ def _restore_after_dcp(load: state.Load) -> None:
     Raises:
         ProviderError: the `restore` of one raised an exception, on some rank.
     """
-    from megatron.training.checkpointing import get_args
-
-    if load.directory is None or not uses_fsdp(get_args()) or not is_ours(load.directory):
+    if load.directory is None or not uses_fsdp(run_arguments()) or not is_ours(load.directory):
         return
     from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.mcore.load.restoring import restore_registered
@@ -189,11 +185,10 @@ def _recover_newest(purpose: str) -> None:
             Megatron has found none.
     """
     import torch.distributed as dist
-    from megatron.training.checkpointing import get_args
 
     from megatron_datastates.pipeline.publishing.collectives import Collectives
 
-    args = get_args()
+    args = run_arguments()
     if not is_selected(args) or not _is_resume(purpose):
         return
     if not getattr(args, "load", None) or not dist.is_initialized():
@@ -238,11 +233,9 @@ def _require_chosen(purpose: str) -> None:
         NotACheckpointError: it is not; Megatron would name a file of it.
         StorageError: rank 0 cannot look.
     """
-    from megatron.training.checkpointing import get_args
-
     from megatron_datastates.pipeline.publishing.collectives import Collectives
 
-    args = get_args()
+    args = run_arguments()
     wanted = _wanted(args)
     if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
         return
@@ -259,10 +252,8 @@ def _require_chosen(purpose: str) -> None:
 
 def _is_resume(purpose: str) -> bool:
     """Returns whether this load continues a run: not one of weights alone, nor of another model's."""
-    from megatron.training.checkpointing import get_args
-
     # Looked up late: load_checkpoint itself sets `finetune` for a pretrained checkpoint.
-    return purpose == "load" and not getattr(get_args(), "finetune", False)
+    return purpose == "load" and not getattr(run_arguments(), "finetune", False)
 
 
 def _has_resumed(purpose: str) -> bool:
@@ -272,9 +263,7 @@ def _has_resumed(purpose: str) -> bool:
 
 
 def _options() -> Options:
-    from megatron.training.checkpointing import get_args
-
-    return options_of(get_args())
+    return options_of(run_arguments())
 
 
 def _all_ranks_are_here(load: state.Load) -> bool:
@@ -361,12 +350,10 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
         metadata, load = original(*args, **kwargs), state.current()
         if load.directory is None or not is_ours(load.directory):  # None outside of load_checkpoint
             return metadata
-        from megatron.training.checkpointing import get_args
-
         from megatron_datastates.mcore.load.optimizer_request import BY_OWN_BUCKETS
 
         stored = kwargs.get("preloaded_state_dict") or {}
-        if not _asks_for_own_buckets(metadata, stored.get("args"), get_args(), load.directory):
+        if not _asks_for_own_buckets(metadata, stored.get("args"), run_arguments(), load.directory):
             return metadata
         return {**(metadata or {}), SHARDING_KEY: "fully_reshardable", BY_OWN_BUCKETS: True}
 

@@ -19,6 +19,7 @@ from megatron_datastates.mcore.training.arguments import (
     adopt,
     is_converting,
     options_of,
+    run_arguments,
     set_dependent_arguments,
     structure_as_given,
     uses_fsdp,
@@ -114,22 +115,20 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _saves_position() -> bool:
     """Returns whether saves will include the position of the loop's data loader."""
-    from megatron.training.checkpointing import get_args
-
-    return bool(getattr(get_args(), "dataloader_save", None))
+    return bool(getattr(run_arguments(), "dataloader_save", None))
 
 
 def _announce(options: Options) -> None:
     """Prints on rank 0, as Megatron prints what it does, that and how checkpoints are ours."""
-    from megatron.training.checkpointing import get_args, print_rank_0
+    from megatron.training.checkpointing import print_rank_0
 
     how = "synchronously"
-    if getattr(get_args(), "async_save", False):
+    if getattr(run_arguments(), "async_save", False):
         is_lazy = options.lazy
         how = f"asynchronously, copied {'during the next forward and backward pass' * is_lazy}"
         how += "before each save returns" * (not is_lazy)
     memory = f"{options.staging_memory / GIB:.3g} GiB" if options.staging_memory else "at most a rank's shard"
-    where = getattr(get_args(), "save", None)
+    where = getattr(run_arguments(), "save", None)
     first = f", first to the near tier {options.near} of each node" if options.near else ""
     print_rank_0(
         f"  datastates: checkpoints are saved to {where} {how}{first}; pinned memory for staging: {memory}; "
@@ -205,9 +204,7 @@ def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_save_of_ours(call: Mapping[str, Any]) -> bool:
-    from megatron.training.checkpointing import get_args
-
-    chosen = get_args()
+    chosen = run_arguments()
     return _saves_are_ours(chosen) and not _is_local(call, chosen)
 
 
@@ -218,10 +215,8 @@ def _finish_objects() -> None:
 
 
 def _require_restored_data(train_iterator: Any) -> None:
-    from megatron.training.checkpointing import get_args
-
     # Only loaders of the script's own have a position: Megatron's go by the number of consumed samples.
-    if getattr(get_args(), "dataloader_type", None) == "external":
+    if getattr(run_arguments(), "dataloader_type", None) == "external":
         from megatron_datastates.mcore.dataloader import LOOP
 
         LOOP.require_restored(train_iterator)
@@ -276,9 +271,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = Parameters(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training.checkpointing import get_args
-
-        chosen = get_args()
+        chosen = run_arguments()
         if not _saves_are_ours(chosen):
             return original(iteration, *args, **kwargs)
 
@@ -402,7 +395,6 @@ def _write_scalars(report: dict[str, Any]) -> None:
     """Writes this rank's times to TensorBoard and W&B."""
     if report["state"] != "published" or report["iteration"] is None:
         return
-    from megatron.training.checkpointing import get_args
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     names = ("held_ms", "fence_ms", "staging_ms", "writing_ms", "write_mb_per_s", "bytes")
@@ -412,4 +404,4 @@ def _write_scalars(report: dict[str, Any]) -> None:
         for name, value in scalars.items():
             tensorboard.add_scalar(name, value, report["iteration"])
     if wandb is not None:  # W&B drops values for steps before its last one
-        wandb.log(scalars, max(report["iteration"], getattr(get_args(), "curr_iteration", 0)))
+        wandb.log(scalars, max(report["iteration"], getattr(run_arguments(), "curr_iteration", 0)))

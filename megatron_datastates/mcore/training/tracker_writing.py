@@ -27,8 +27,8 @@ from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.hooks import versions
-from megatron_datastates.mcore.hooks.attach import replace
-from megatron_datastates.mcore.training.arguments import msc_is_enabled
+from megatron_datastates.mcore.hooks.attach import replace, replaced
+from megatron_datastates.mcore.training.arguments import msc_is_enabled, run_arguments
 from megatron_datastates.pipeline.near.places import read_published, save_ids_in
 from megatron_datastates.pipeline.near.removal import remove_folder
 from megatron_datastates.pipeline.runs.history import has_later_save
@@ -78,12 +78,11 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
         return _unused_tracker() if checkpoints_path == save else original(checkpoints_path)
 
-    checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
-    try:
-        with _without_directory(save):
-            yield
-    finally:
-        checkpointing.get_checkpoint_tracker_filename = original
+    with (
+        replaced(checkpointing, "get_checkpoint_tracker_filename", get_checkpoint_tracker_filename),
+        _without_directory(save),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -116,11 +115,10 @@ def _without_directory(save: str) -> Iterator[None]:
                     raise
                 serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
-    checkpointing.ensure_directory_exists = ensure_directory_exists
     try:
-        yield
+        with replaced(checkpointing, "ensure_directory_exists", ensure_directory_exists):
+            yield
     finally:
-        checkpointing.ensure_directory_exists = make
         if client is not None:
             serialization.maybe_msc = client
 
@@ -187,11 +185,9 @@ def far_published(checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
 
     Raises OSError when called, with a save and whether it is called again then.
     """
-    from megatron.training.checkpointing import get_args
-
     if not _is_ours:
         return None
-    args = get_args()
+    args = run_arguments()
     # As text: in each save, objects for the same paths would be made anew.
     run, name = os.path.split(os.path.abspath(checkpoint))  # noqa: PTH100
     iteration = iteration_in_name(name)

@@ -59,7 +59,6 @@ class PrefixReader:
         return self._checkpoint.open_stream(self._prefix + key)
 
     def below(self, name: str) -> PrefixReader:
-        """See StateReader."""
         below = PrefixReader(self._checkpoint, name)
         below._prefix = self._prefix + below._prefix
         return below

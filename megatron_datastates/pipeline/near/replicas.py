@@ -159,7 +159,6 @@ class Replicas:
             self._server.withdraw(save_id)
 
     def close(self) -> None:
-        """Ends serving."""
         if self._server is not None:
             self._server.close()
             self._server = None

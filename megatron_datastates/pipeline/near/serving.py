@@ -134,7 +134,6 @@ class Server:
             return None
 
     def close(self) -> None:
-        """Ends serving."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._http.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for connections

@@ -106,9 +106,7 @@ def has_folder(run: Path, name: str) -> bool:
 
 
 def _not_listed(directory: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{directory} cannot be listed: {error.strerror}", code=error.errno or 0, path=str(directory)
-    )
+    return StorageError.of(error, directory, f"{directory} cannot be listed: {error.strerror}")
 
 
 def why_no_run(directory: Path, or_else: str = "use `datastates show`") -> str:

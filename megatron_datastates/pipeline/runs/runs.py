@@ -249,9 +249,7 @@ def require_readable(directory: str | os.PathLike[str]) -> None:
         if not is_denied(error):
             return
         where = error.filename or path
-        raise StorageError(
-            f"{where} cannot be read: {error.strerror}", code=error.errno or 0, path=str(where)
-        ) from error
+        raise StorageError.of(error, where, f"{where} cannot be read: {error.strerror}") from error
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
@@ -313,8 +311,7 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
     except FormatError:
         return True  # not ours, as it has no manifest; Megatron says what is wrong with it
     except OSError as error:
-        reason = f"{path} cannot be looked at: {error.strerror}"
-        raise StorageError(reason, code=error.errno or 0, path=str(path)) from error
+        raise StorageError.of(error, path, f"{path} cannot be looked at: {error.strerror}") from error
     # Megatron's formats `torch` and `torch_dcp` have no metadata.json.
     if any(name == TORCH_DIST_INDEX or name.startswith(LEGACY_FOLDER) for name in names):
         return True
@@ -349,11 +346,16 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
         FormatError: it is damaged.
         OSError: it cannot be read.
     """
-    path = any_path(directory) / METADATA_NAME
     try:
-        members = json.loads(read_regular(path, DOCUMENT_BYTES) or b"{}")
+        return json_members(any_path(directory) / METADATA_NAME, DOCUMENT_BYTES, if_empty=b"{}")
     except FileNotFoundError:
         return {}
+
+
+def json_members(path: Path, most_bytes: int, if_empty: bytes = b"") -> dict[str, Any]:
+    """Returns the members of the object in a JSON file. Raises as `metadata_members`."""
+    try:
+        members = json.loads(read_regular(path, most_bytes) or if_empty)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is damaged: {error}") from error
     if not isinstance(members, dict):

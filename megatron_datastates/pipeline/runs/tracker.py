@@ -57,9 +57,7 @@ def tracked_name(run: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise StorageError(
-            f"{tracker} cannot be read: {error.strerror}", code=error.errno or 0, path=str(tracker)
-        ) from error
+        raise StorageError.of(error, tracker, f"{tracker} cannot be read: {error.strerror}") from error
     number = iteration_named(text)
     if number is not None:
         return iteration_name(number)

@@ -26,7 +26,6 @@ class Flag:
         self._waiters: list[threading.Lock] = []  # changed by atomic operations only
 
     def is_set(self) -> bool:
-        """Returns whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:

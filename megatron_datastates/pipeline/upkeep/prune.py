@@ -35,7 +35,7 @@ from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError, describe_error
 from megatron_datastates.files import Status, is_object, put_back, status_of
-from megatron_datastates.format.directory import REMOVAL_NAME
+from megatron_datastates.format.directory import REMOVAL_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.publishing.presence import files_in_manifest
 from megatron_datastates.pipeline.runs.runs import Iteration
@@ -74,7 +74,7 @@ def prune(
     if plan.removed:
         rules = rules.by_clock_of(plan.removed[0].path.parent)
     for iteration in plan.removed:
-        index_name = others[iteration.format].index_name if iteration.format in others else MANIFEST_NAME
+        index_name = TORCH_DIST_INDEX if iteration.format in others else MANIFEST_NAME
         try:
             if is_object(iteration.path):
                 why = ObjectRemoval(iteration, points).run(rules.min_age_seconds)

@@ -1,7 +1,7 @@
 """Decides which checkpoints of a run, and which left-over files, are removed; removes nothing (prune.py).
 
 Always kept: the newest complete checkpoint; the one that the tracker names; directories in a format that
-the caller does not describe (OtherFormat), damaged ones, links, and what a link points to; and every
+the caller does not describe (OtherFormats), damaged ones, links, and what a link points to; and every
 directory that a save may be writing to. Those are directories with files of ours that no manifest names and
 that are younger than MIN_AGE_SECONDS, empty ones that are younger, and directories without a manifest of any
 age, unless both the tracker and a complete checkpoint are newer, and the tracker was written after their
@@ -36,6 +36,7 @@ from megatron_datastates.format.directory import (
     BACKEND,
     METADATA_NAME,
     REMOVAL_NAME,
+    TORCH_DIST_INDEX,
     iteration_name,
 )
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -91,17 +92,8 @@ class RetentionRules:
         return dataclasses.replace(self, min_age_seconds=self.min_age_seconds + clock_ahead(directory))
 
 
-@dataclasses.dataclass(frozen=True)
-class OtherFormat:
-    """What removing checkpoints of another format needs to know of it."""
-
-    index_name: str  # without this file, a directory is no checkpoint
-    data_suffix: str  # of its data files, which are written before the index
-    # Returns what is damaged in a checkpoint; raises errors of what cannot be read.
-    find_fault: Callable[[Path], str | None]
-
-
-OtherFormats = Mapping[str, OtherFormat]  # by name
+# Of torch_dist, or of none: returns what is damaged in a checkpoint; raises errors of what cannot be read.
+OtherFormats = Mapping[str, Callable[[Path], str | None]]
 NO_OTHERS: OtherFormats = MappingProxyType({})
 
 
@@ -125,7 +117,7 @@ def plan_prune(
     """Decides about all iterations directly under `root`.
 
     Args:
-        others: the formats, besides ours, whose checkpoints the rules apply to.
+        others: given for torch_dist if the rules apply to its checkpoints, too.
         again: one of a plan's, to decide about it alone. Of the others, damage is not looked for again.
 
     Raises:
@@ -206,8 +198,7 @@ def _seen(iteration: Iteration, others: OtherFormats) -> Iteration:
     """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
     if iteration.format not in others or not iteration.complete:
         return iteration
-    index = iteration.path / others[iteration.format].index_name
-    is_removed = (iteration.path / REMOVAL_NAME).exists() and not index.exists()
+    is_removed = (iteration.path / REMOVAL_NAME).exists() and not (iteration.path / TORCH_DIST_INDEX).exists()
     return dataclasses.replace(iteration, complete=not is_removed)
 
 
@@ -219,21 +210,21 @@ def _unnamed(iteration: Iteration, basis: _Basis) -> list[UnnamedFile]:
         return unnamed_files(iteration.path)
     if iteration.format not in basis.others:
         return []
-    return unnamed_files(iteration.path) + _newer_than_index(iteration, basis.others[iteration.format])
+    return unnamed_files(iteration.path) + _newer_than_index(iteration.path)
 
 
-def _newer_than_index(iteration: Iteration, format: OtherFormat) -> list[UnnamedFile]:
+def _newer_than_index(path: Path) -> list[UnnamedFile]:
     """Returns the data files that were written after the index; where that is missing, all files."""
     status = {}
-    with os.scandir(iteration.path) as entries:
+    with os.scandir(path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 status[entry.name] = entry.stat(follow_symlinks=False)
-    published, now = status.get(format.index_name), time.time()
+    published, now = status.get(TORCH_DIST_INDEX), time.time()
     return [
-        UnnamedFile(iteration.path / name, each.st_size, now - each.st_mtime)
+        UnnamedFile(path / name, each.st_size, now - each.st_mtime)
         for name, each in sorted(status.items())
-        if published is None or (name.endswith(format.data_suffix) and each.st_mtime > published.st_mtime)
+        if published is None or (name.endswith(".distcp") and each.st_mtime > published.st_mtime)
     ]
 
 
@@ -260,8 +251,7 @@ def _complaint(iteration: Iteration, others: OtherFormats) -> str | None:
     if not iteration.complete:
         return None
     try:
-        find_fault = _damage if iteration.format == BACKEND else others[iteration.format].find_fault
-        return find_fault(iteration.path)
+        return (_damage if iteration.format == BACKEND else others[iteration.format])(iteration.path)
     except (DataStatesError, OSError) as error:
         return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
 
@@ -335,10 +325,10 @@ def may_be_tracked_next(last: Path, iteration: int, tracker: Tracker, min_age_se
 
 def _reason_of_incomplete(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why an incomplete checkpoint is kept; None if a crash left it, and nothing can repair it."""
-    other, tracked = basis.others.get(iteration.format), basis.listing.tracker.iteration
-    if other is not None and (iteration.path / other.index_name).exists():
-        return _without_metadata(iteration, other)
-    may_be_repaired = other is None and _may_be_whole(iteration.path)
+    find_fault, tracked = basis.others.get(iteration.format), basis.listing.tracker.iteration
+    if find_fault is not None and (iteration.path / TORCH_DIST_INDEX).exists():
+        return _without_metadata(iteration.path, find_fault)
+    may_be_repaired = find_fault is None and _may_be_whole(iteration.path)
     if not basis.undamaged or tracked is None or iteration.number >= min(basis.undamaged[-1], tracked):
         return f"{_UNDER_WAY}{_REPAIRABLE if may_be_repaired else _DEAD}"
     return "its manifest is lost: see datastates repair" if may_be_repaired else None
@@ -368,14 +358,14 @@ def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Ba
     return f"a save into it may be under way: it is empty, and was last changed {age_text(age)} ago"
 
 
-def _without_metadata(iteration: Iteration, format: OtherFormat) -> str:
+def _without_metadata(path: Path, find_fault: Callable[[Path], str | None]) -> str:
     """Returns why a directory with an index, and without metadata.json, is kept."""
     with contextlib.suppress(DataStatesError, OSError):
-        if format.find_fault(iteration.path) is None:
+        if find_fault(path) is None:
             return (
                 "PyTorch's DCP saved it, without metadata.json: prune leaves these alone, delete it by hand"
             )
-    return f"only metadata.json is missing, beside {format.index_name}"
+    return f"only metadata.json is missing, beside {TORCH_DIST_INDEX}"
 
 
 def _may_be_whole(path: Path) -> bool:
