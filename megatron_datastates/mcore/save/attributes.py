@@ -39,7 +39,7 @@ class Owners:
     """Objects of one kind: all modules of a class, or the configs of modules. Holds the modules weakly.
 
     Args:
-        find: returns the object that is meant, given a module.
+        find: returns the object that is meant, given a module; None if the module is.
         members: attributes to compare, besides the plain ones.
         own: methods, which an object may have as attributes of its own.
         opaque: keys of values in `members` that do not matter.
@@ -49,7 +49,7 @@ class Owners:
     def __init__(
         self,
         modules: Sequence[Any],
-        find: Callable[[Any], Any],
+        find: Callable[[Any], Any] | None,
         *,
         members: Sequence[str] = (),
         own: Sequence[str] = (),
@@ -84,6 +84,8 @@ class Owners:
         modules = [ref() for ref in self._modules]
         if None in modules:
             raise UnprovableError("a module is gone")
+        if self._find is None:
+            return modules
         found = list(map(self._find, modules))
         if not all(hasattr(one, "__dict__") for one in found):
             raise UnprovableError("the config of a module is gone")

@@ -82,7 +82,7 @@ class Survey:
         for module in modules:
             by_class.setdefault(type(module), []).append(module)
         self._owners = [
-            Owners(some, lambda one: one, members=_MEMBERS, own=[*_DECIDING, MAKER], opaque=opaque)
+            Owners(some, None, members=_MEMBERS, own=[*_DECIDING, MAKER], opaque=opaque)
             for some in by_class.values()
         ]
         if configured := with_configs(modules):
