@@ -201,7 +201,7 @@ def test_megatrons_fsdp_continues_after_a_failed_save_with_warn(
         environment = ENVIRONMENT | {"WRITER": "stock", "TINY_FAULTS_OF_RANK_1": "sync:2:EIO"}
         ending = pretraining.run(*OURS, *how, *saving, environment=environment)
         assert in_steps(ending, whole) == []
-        assert ending.log.count("Training continues") == 2, "once on each rank"
+        assert ending.log.count("Training continues") == 1, "on rank 0"
         assert checkpoints.published() == [1, 3, 4]
 
 
