@@ -444,6 +444,17 @@ def test_each_of_many_ranks_lists_a_run_without_a_look_at_its_checkpoints(
     assert 1 < len(asked) < 5
 
 
+def test_a_checkpoint_is_not_there_if_its_directory_is_empty(tmp_path: Path) -> None:
+    """A deletion that was ended leaves such a one: a run may resume from an older checkpoint all the same."""
+    for iteration in (1, 2):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    (tmp_path / "iter_0000001" / "file").touch()
+    require_there(tmp_path / "iter_0000001", None)
+    expected = r"expected iter_0000002 in .*, found that directory empty, and the iterations 1\. Choose"
+    with pytest.raises(DataStatesError, match=expected):
+        require_there(tmp_path / "iter_0000002", None)
+
+
 @pytest.mark.parametrize(
     ("save", "rank", "said"),
     [

@@ -54,22 +54,24 @@ def require_there(directory: Path, wanted: int | None) -> None:
     that the error names, one may be incomplete.
 
     Raises:
-        MegatronLoadFailedError (from a NotACheckpointError): it is not.
+        MegatronLoadFailedError (from a NotACheckpointError): it is not, or has nothing in it.
     """
     from megatron_datastates.mcore.errors import load_errors
 
     with contextlib.suppress(OSError):  # Megatron's own error says why
-        if directory.exists():
+        is_empty = directory.exists()  # as a deletion leaves it that was ended
+        if is_empty and any(directory.iterdir()):
             return
         run = directory.parent
         named = filter(is_named_by_megatron, checkpoint_directories(run))
-        numbers = (iteration_in_name(path.name) for path in named)
+        numbers = (iteration_in_name(path.name) for path in named if path.name != directory.name)
         there = [number for number in numbers if number is not None]
         choice = "Choose one with --ckpt-step, or restore what is missing"
+        empty = "that directory empty, and " if is_empty else ""
         is_chosen = wanted is not None and directory.name == iteration_name(wanted)
         who = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
         with load_errors():
             raise NotACheckpointError(
                 f"{who} names a checkpoint that is not there: expected {directory.name} in {run}, found "
-                f"{_listed(there, choice)}."
+                f"{empty}{_listed(there, choice)}."
             )
