@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
+from megatron_datastates.files import names_in
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TRACKER_NAME,
@@ -59,8 +60,8 @@ def require_there(directory: Path, wanted: int | None) -> None:
     from megatron_datastates.mcore.errors import load_errors
 
     with contextlib.suppress(OSError):  # Megatron's own error says why
-        is_empty = directory.exists()  # as a deletion leaves it that was ended
-        if is_empty and any(directory.iterdir()):
+        is_empty = _is_empty(directory)
+        if is_empty is False:
             return
         run = directory.parent
         named = filter(is_named_by_megatron, checkpoint_directories(run))
@@ -75,3 +76,11 @@ def require_there(directory: Path, wanted: int | None) -> None:
                 f"{who} names a checkpoint that is not there: expected {directory.name} in {run}, found "
                 f"{empty}{_listed(there, choice)}."
             )
+
+
+def _is_empty(directory: Path) -> bool | None:
+    """Returns whether a directory is empty, as a deletion leaves it that was ended; None if there is none."""
+    try:
+        return not names_in(directory)
+    except FileNotFoundError:
+        return None
