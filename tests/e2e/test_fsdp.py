@@ -206,6 +206,26 @@ def test_megatrons_fsdp_continues_after_a_failed_save_with_warn(
 
 
 @needs_einops
+def test_megatrons_fsdp_resumes_exactly_from_an_older_checkpoint_where_the_newest_are_damaged(
+    run: Run, whole: Ending, tmp_path: Path
+) -> None:
+    """The load of the damaged one has filled a part of the state by then."""
+    checkpoints = Checkpoints(tmp_path / "c")
+    run(*OURS, "--save", checkpoints.root, "--save-interval", "1", "--exit-interval", "3")
+    for iteration in (2, 3):
+        (data,) = checkpoints.at(iteration).glob("data-00001-*")
+        with data.open("r+b") as file:
+            file.seek(data.stat().st_size // 2)
+            file.write(b"damage")
+    falling_back = ["--datastates-fallback", "2", "--datastates-on-damage", "fallback"]
+    resumed = run(*OURS, "--load", checkpoints.root, *falling_back)
+    assert "iter_0000001 verifies. It is loaded now" in resumed.log
+    assert [rank.begun_at for rank in resumed.ranks] == [1, 1]
+    assert not_restored(resumed, whole) <= {DRAWN_BY_LOADER}
+    assert in_steps(resumed, whole) == []
+
+
+@needs_einops
 def test_damage_in_a_checkpoint_of_megatrons_fsdp_is_named_on_all_ranks(
     run: Run, failing: Callable[..., Outcome], tmp_path: Path
 ) -> None:
