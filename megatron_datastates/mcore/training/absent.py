@@ -26,7 +26,8 @@ def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
     """
     name = iteration_name(wanted)
     try:
-        if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
+        is_there = _is_empty(run / name) is False  # a failed save leaves an empty one
+        if not (run / TRACKER_NAME).exists() or is_there or tracked_name(run) == RELEASE_NAME:
             return None
         found = [one for one in find_iterations(run) if is_named_by_megatron(one.path)]
         complete = [one.number for one in found if one.complete]
@@ -84,3 +85,5 @@ def _is_empty(directory: Path) -> bool | None:
         return not names_in(directory)
     except FileNotFoundError:
         return None
+    except PermissionError:  # to list it; its files may be read all the same
+        return False
