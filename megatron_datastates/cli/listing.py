@@ -51,7 +51,8 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
 
     Complete means that all files are there, with the sizes that the manifest or .metadata has for them;
     `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
-    resumes loads it. With --near, what the near tier of this node has of the run follows.
+    resumes loads it. A dash marks those that a later job is known to have left, as it resumed from an older
+    one. With --near, what the near tier of this node has of the run follows.
 
     Exit codes: 0 listed; 2 nothing to list, or no directory of that name.
 
@@ -82,6 +83,8 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
         _print(looks)
         if runs:
             _print_tracker(root, looks, is_near=bool(held))
+            if any(look.abandoned for look in looks):
+                say("- of a branch that was abandoned: a later job resumed from an older checkpoint")
     if near and not as_json:
         _print_near(near, held, looks)
 
@@ -94,6 +97,7 @@ def _plain(look: Look) -> dict[str, Any]:
         "complete": look.state == "complete",
         "state": look.state,
         "tracked": look.tracked,
+        "abandoned": look.abandoned,
         "created": look.created,
         "bytes": look.bytes,
         "ranks": look.ranks,
@@ -151,7 +155,7 @@ def _print(looks: list[Look]) -> None:
     for look in looks:
         number = look.path.name if look.iteration is None else str(look.iteration)
         table.add(
-            f"{number} {'*' if look.tracked else ' '}",
+            f"{number} {'*' if look.tracked else '-' if look.abandoned else ' '}",
             look.format,
             _WORDS[look.state],
             size_text(look.bytes),

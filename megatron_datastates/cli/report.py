@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_datastates.cli.program import app
-from megatron_datastates.cli.shared import PATH, Table, argument, counted, note, reported_errors, say
+from megatron_datastates.cli.shared import (
+    PATH,
+    Table,
+    argument,
+    counted,
+    json_option,
+    note,
+    print_json,
+    reported_errors,
+    say,
+)
 from megatron_datastates.errors import MissingPackageError, OptionError
 
 if TYPE_CHECKING:
@@ -35,12 +46,14 @@ _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
 @click.option("--html", "page", metavar="FILE", type=PATH, help="Write the page to this file.")
 @click.option("--png", "picture", metavar="FILE", type=PATH, help="Write the picture to this file.")
 @click.option("--last", metavar="N", type=click.IntRange(min=1), help="Look at the last N saves only.")
+@json_option
 def report(
     files: Sequence[Path],
     folder: Path | None,
     page: Path | None,
     picture: Path | None,
     last: int | None,
+    as_json: bool,
 ) -> None:
     """Show what the saves of a run cost, and what to change.
 
@@ -54,12 +67,16 @@ def report(
     those that are read. --out makes its
     directory; those of --html and --png must exist.
 
-    Exit codes: 0 shown; 2 it cannot be done.
+    --json prints the run in a few numbers instead, for scripts that watch it: how many saves failed, also
+    since the last published one, when that one was published, how long saves held the trainer.
+
+    Exit codes: 0 shown, whatever the saves were like; 2 it cannot be done.
 
     \b
     Examples:
         datastates report report.jsonl
         datastates report report.jsonl --last 50 --out pictures
+        datastates report report.jsonl --json
         datastates report before.jsonl after.jsonl --html both.html
     """
     from megatron_datastates.reports.advice import advise
@@ -86,8 +103,22 @@ def report(
         if left_out > 0:
             found.saves = found.saves[left_out:]
         advice = advise(found.saves)
-        _print(found, advice)
-        _write(files, found, advice, folder, page, picture)
+        if as_json:
+            print_json(_as_json(found, advice))
+        else:
+            _print(found, advice)
+        written = _write(files, found, advice, folder, page, picture)
+        if written and not as_json:
+            say()
+            for path in written:
+                say(f"wrote {path}")
+
+
+def _as_json(found: Reports, advice: list[Advice]) -> dict[str, Any]:
+    from megatron_datastates.reports.summary import summary
+
+    listed = [dataclasses.asdict(one) for one in advice]
+    return summary(found.saves) | {"advice": listed, "notes": found.notes}
 
 
 def _print(found: Reports, advice: list[Advice]) -> None:
@@ -128,8 +159,11 @@ def _write(
     folder: Path | None,
     page: Path | None,
     picture: Path | None,
-) -> None:
-    """Writes what was asked for. Without matplotlib, the page has no picture, and --png is an error."""
+) -> list[Path]:
+    """Writes what was asked for, and returns where.
+
+    Without matplotlib, the page has no picture, and --png is an error.
+    """
     from megatron_datastates.convert.sinks.target import replace_on_exit
     from megatron_datastates.reports.page import make_page
     from megatron_datastates.reports.picture import draw, svg_text, write_png
@@ -138,7 +172,7 @@ def _write(
         page = page or folder / _PAGE
     wanted = picture or (folder / _PICTURE if folder is not None else None)
     if page is None and wanted is None:
-        return
+        return []
     title = f"{counted(len(found.saves), 'save')}: {', '.join(path.name for path in files)}"
     figure: Any = None
     missing = ""
@@ -162,6 +196,4 @@ def _write(
         with replace_on_exit(page) as temporary:
             temporary.write_text(text, "utf-8", "backslashreplace")
         written.append(page)
-    say()
-    for path in written:
-        say(f"wrote {path}")
+    return written

@@ -46,6 +46,8 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, digest_in_index_name, is_dcp_file_name
 from megatron_datastates.pipeline.publishing.presence import missing_files
+from megatron_datastates.pipeline.runs.branches import Point, point_of
+from megatron_datastates.pipeline.runs.history import abandoned_among
 from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_checkpoint_name
 from megatron_datastates.pipeline.runs.runs import format_seen, metadata_members, stored_backend, stored_bytes
 from megatron_datastates.pipeline.runs.tracker import tracked_name
@@ -91,6 +93,8 @@ class Look:
     note: str | None = None  # what is unusual, and does no harm
     ranks: int | None = None
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)  # sizes of the parallel groups
+    abandoned: bool = False  # known to be of a branch that a later job has left; not the tracked one
+    point: Point | None = None  # where it stands in the run's history, if its manifest says so
     resumed: tuple[int, ...] = ()  # iterations that its job and the jobs before it resumed from; oldest first
 
 
@@ -108,7 +112,12 @@ def look_at_run(run: Path) -> list[Look]:
         tracked = tracked_name(run)
     except DataStatesError:
         tracked = None
-    return [look_at(path, tracked=path.name == tracked) for path in checkpoint_directories(run)]
+    looks = [look_at(path, tracked=path.name == tracked) for path in checkpoint_directories(run)]
+    points = {look.path.name: look.point for look in looks if look.point is not None}
+    left = abandoned_among(run, points, tracked)
+    for look in looks:
+        look.abandoned = look.path.name in left and not look.tracked
+    return looks
 
 
 def look_at_others(folder: Path) -> list[Look]:
@@ -169,6 +178,8 @@ def _look_at_ours(look: Look) -> None:
         raise _FoundError(UNFINISHED, _unpublished(look.path)) from None
     manifest = Manifest.decode(data, str(look.path / MANIFEST_NAME))
     look.created, look.ranks, look.parallel = manifest.created, manifest.world_size, manifest.parallel
+    if look.iteration is not None:
+        look.point = point_of(manifest, look.iteration)
     if manifest.ancestors is not msgspec.UNSET:
         look.resumed = tuple(one.iteration for one in manifest.ancestors if one.iteration)
     others = {other.name: other.bytes for other in manifest.others}

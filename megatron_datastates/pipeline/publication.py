@@ -278,7 +278,7 @@ class Publication:
             f"{causes}{more}. {_KEPT if self.keeps_files else _NOTHING}"
         )
         if not self.keeps_files:
-            self.save.cancel_and_remove("another rank failed")
+            self.save.remove_as_others_failed()
         self._end(Outcome.FAILED)
 
     def abandon(self, reason: str) -> None:

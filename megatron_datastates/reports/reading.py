@@ -82,6 +82,7 @@ class Save(msgspec.Struct, frozen=True, tag_field="event", tag="save", rename={"
     held_spans_ms: Sequence[tuple[str, Number, Number]]
     started_at: Number  # seconds since 1970
     published_ms: Number | None  # None: it was not
+    near: bool = False  # whether it was published in the near tiers only, at first
     staging_bytes: Whole = 0
     page_locked_bytes: Whole = 0
     staging_trouble: str = ""

@@ -90,17 +90,21 @@ def test_failures_with_warn_cost_only_the_failed_saves(
     assert ending.differences(reference("tp2")) == [], "failed saves changed what was trained"
     assert checkpoints.published() == checkpoints.complete() == [4, 6]
     assert checkpoints.tracked() == 6
-    for log in ranks_of(ending.log):
-        warnings = [line for line in log.splitlines() if "Training continues" in line]
-        causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open"]
-        assert len(warnings) == len(causes), warnings
-        for iteration, cause, line in zip((1, 2, 3, 5), causes, warnings, strict=True):
-            assert cause in line and str(checkpoints.at(iteration)) in line
-        if mode == "sync":  # else the order in which they end is not known
-            none = ", and none was published before."
-            counts = ["", f"2 saves have failed{none}", f"3 saves have failed{none}", ""]
-            for count, line in zip(counts, warnings, strict=True):
-                assert count in line and ("saves have failed" in line) is bool(count)
+    logs = ranks_of(ending.log)
+    own = [re.findall(r"save \S+ on rank (\d): (\w+)", log) for log in logs]
+    assert [len(of_rank) for of_rank in own] == [2, 2], "each rank logs what has failed on it"
+    assert own[1] == [("1", "reserve"), ("1", "open")]
+    assert "Training continues" not in logs[1], "nor what is in the log of rank 0"
+    warnings = [line for line in logs[0].splitlines() if "Training continues" in line]
+    causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open"]
+    assert len(warnings) == len(causes), warnings
+    for iteration, cause, line in zip((1, 2, 3, 5), causes, warnings, strict=True):
+        assert cause in line and str(checkpoints.at(iteration)) in line
+    if mode == "sync":  # else the order in which they end is not known
+        none = ", and none was published before."
+        counts = ["", f"2 saves have failed{none}", f"3 saves have failed{none}", ""]
+        for count, line in zip(counts, warnings, strict=True):
+            assert count in line and ("saves have failed" in line) is bool(count)
     resumed = pretraining.run(*arguments, "--ckpt-step", "4")
     assert resumed.resumed_from(reference("tp2")) == 4
     assert checkpoints.published() == [4, 5, 6], "directories of failed saves can be used again"
@@ -135,9 +139,8 @@ def test_a_directory_that_cannot_be_made_fails_its_save_on_all_ranks(
     ending = pretraining.run(*arguments, "--datastates-on-failure", "warn")
 
     assert ending.differences(reference("tp2")) == []
-    for log in ranks_of(ending.log):
-        (warning,) = [line for line in log.splitlines() if "Training continues" in line]
-        assert "failed on 2 of 2 ranks: rank 0: make directory" in warning
+    (warning,) = [line for line in ending.log.splitlines() if "Training continues" in line]
+    assert "failed on 2 of 2 ranks: rank 0: make directory" in warning
     assert checkpoints.published() == checkpoints.complete() == [4, 6]
     assert checkpoints.tracked() == 6
 

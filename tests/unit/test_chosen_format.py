@@ -28,14 +28,14 @@ from megatron_datastates.mcore.training import (
     retention,
     tracker_writing,
 )
-from megatron_datastates.mcore.training.absent import require_there
+from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.mcore.training.load import _require_chosen
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, State
+from tests.unit.states import OPTIONS, State, save
 
 pytest.importorskip("megatron.training")
 
@@ -442,6 +442,28 @@ def test_each_of_many_ranks_lists_a_run_without_a_look_at_its_checkpoints(
     monkeypatch.undo()
     assert isinstance(error.value.__cause__, NotACheckpointError)
     assert 1 < len(asked) < 5
+
+
+def test_a_checkpoint_is_not_there_if_its_directory_is_empty(tmp_path: Path) -> None:
+    """A deletion that was ended leaves such a one: a run may resume from an older checkpoint all the same."""
+    for iteration in (1, 2):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    (tmp_path / "iter_0000001" / "file").touch()
+    require_there(tmp_path / "iter_0000001", None)
+    expected = r"expected iter_0000002 in .*, found that directory empty, and the iterations 1\. Choose"
+    with pytest.raises(DataStatesError, match=expected):
+        require_there(tmp_path / "iter_0000002", None)
+
+
+def test_a_chosen_iteration_is_not_there_if_its_save_has_failed(tmp_path: Path, saver: Saver) -> None:
+    """Only its empty directory is: the error names the iterations that are complete."""
+    save(saver, tmp_path / "iter_0000001", {"w": torch.ones(3)})
+    for iteration in (2, 3):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    expected = f"--ckpt-step 2: expected iter_0000002 in {tmp_path}, found the iterations 1. Choose"
+    assert str(problem_of_chosen(tmp_path, 2)).startswith(expected)
+    assert problem_of_chosen(tmp_path, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_the_newest_that_is_older_and_whole_is_found(tmp_path):
     assert look(tmp_path, 4, 9) == FallbackSearch(2, True, [3])
 
 
-@pytest.mark.parametrize(("whole", "expected"), [(True, FallbackSearch(2, True, [4], 5)), (False, 3)])
+@pytest.mark.parametrize(("whole", "expected"), [(True, FallbackSearch(2, True, [4], other=5)), (False, 3)])
 def test_a_newer_one_of_another_format_is_not_verified_and_is_named(tmp_path, whole, expected):
     make(tmp_path, 2, 4, 6)
     damage(tmp_path, 4)
@@ -109,7 +109,7 @@ def test_one_whose_data_cannot_be_read_is_not_taken(tmp_path):
     (path,) = data_files(tmp_path / "iter_0000002")
     with bound_by_permissions():
         path.chmod(0)
-        assert look(tmp_path, 4, 9) == FallbackSearch(1, True, [2])
+        assert look(tmp_path, 4, 9) == FallbackSearch(1, True, [2], [2])
 
 
 def test_one_without_its_optimizer_comes_last_and_is_said_to_be_that(tmp_path):

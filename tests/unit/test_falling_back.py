@@ -18,6 +18,7 @@ from megatron_datastates.mcore.load import restoring, state
 from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.saver import Saver
+from tests.support.capabilities import bound_by_permissions
 from tests.unit.states import OPTIONS, data_files, flip, save
 
 
@@ -25,7 +26,7 @@ class Run:
     """A run with the checkpoints 1 and 2, and a `load_checkpoint` that meets damage at its first call."""
 
     def __init__(self, saver: Saver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root = root
+        self.root, self.newest = root, 2
         for iteration in (1, 2):
             save(saver, root / iteration_name(iteration), {"w": torch.ones(1000)})
         self.args = SimpleNamespace(load=str(root), ckpt_step=None, finetune=False, rank=0)
@@ -35,7 +36,7 @@ class Run:
         monkeypatch.setenv("MEGATRON_DATASTATES_ON_DAMAGE", "fallback")
 
     def damage(self) -> None:
-        (file,) = data_files(self.root / iteration_name(2))
+        (file,) = data_files(self.root / iteration_name(self.newest))
         flip(file, file.stat().st_size // 8)
 
     def load(self) -> Any:
@@ -43,7 +44,7 @@ class Run:
 
     def _load_checkpoint(self) -> tuple[int, int]:
         self.chosen.append(self.args.ckpt_step)
-        iteration = self.args.ckpt_step or 2
+        iteration = self.args.ckpt_step or self.newest
         state.current().directory = str(self.root / iteration_name(iteration))
         if len(self.chosen) == 1:
             cause = CorruptDataError("data-00000 is corrupt")
@@ -67,6 +68,36 @@ def test_a_failure_that_has_passed_is_no_damage(run: Run) -> None:
     with pytest.raises(MegatronLoadFailedError, match="iter_0000002 itself verifies now: start again"):
         run.load()
     assert run.chosen == [None]
+
+
+def test_what_cannot_be_read_now_is_no_damage(run: Run) -> None:
+    """A store does not answer, or credentials have expired: nothing is wrong with the newest one."""
+    (file,) = data_files(run.root / iteration_name(2))
+    said = (
+        "iter_0000001 verifies: resume with --ckpt-step 1. First start again: in iter_0000002, which cannot"
+    )
+    with bound_by_permissions():
+        file.chmod(0)
+        with pytest.raises(MegatronLoadFailedError, match=said):
+            run.load()
+    assert run.chosen == [None]
+
+
+def test_nothing_is_loaded_in_place_of_what_cannot_be_read_now(run: Run, saver: Saver) -> None:
+    """The newest one is damaged, and the one before it may be as good as ever."""
+    save(saver, run.root / iteration_name(3), {"w": torch.ones(1000)})
+    run.newest = 3
+    run.damage()
+    (file,) = data_files(run.root / iteration_name(2))
+    with bound_by_permissions():
+        file.chmod(0)
+        with pytest.raises(
+            MegatronLoadFailedError, match=r"--ckpt-step 1\. First start again: in iter_0000002"
+        ):
+            run.load()
+    file.chmod(0o644)
+    run.chosen.clear()
+    assert run.load() == (2, 0)
 
 
 @pytest.mark.parametrize(

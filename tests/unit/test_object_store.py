@@ -42,7 +42,10 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.mcore.errors import MegatronLoadFailedError
 from megatron_datastates.mcore.load import opening
+from megatron_datastates.mcore.load.agreement import is_caused_by_damage
+from megatron_datastates.mcore.training.absent import require_there
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.recovery import recover_newest
@@ -656,6 +659,19 @@ def test_what_a_path_of_an_object_does_not_do_never_touches_the_file_system(
         with pytest.raises(OSError, match="is not done in object stores"):
             getattr(path, name)(*arguments)
     assert list((tmp_path / "msc:").rglob("*")) == [tmp_path / "msc:/store"]
+
+
+def test_a_checkpoint_that_the_tracker_names_and_that_is_gone_is_damage(store: ObjectStore) -> None:
+    """So that a load may fall back to an older one. A store that refuses to list has not lost it."""
+    run = stores.path_of(RUN)
+    stores.write(run / "iter_0000002" / "metadata.json", b"{}")
+    expected = r"latest_checkpointed_iteration.txt names .* expected iter_0000004 .* the iterations 2\."
+    with pytest.raises(MegatronLoadFailedError, match=expected) as error:
+        require_there(run / "iter_0000004", None)
+    assert is_caused_by_damage(error.value)
+    require_there(run / "iter_0000002", None)
+    store.fail("list", EXPIRED)
+    require_there(run / "iter_0000004", None)
 
 
 def test_what_is_named_as_the_folder_that_it_is_in_is_listed(store: ObjectStore) -> None:

@@ -392,6 +392,34 @@ def test_of_two_branches_that_leave_one_checkpoint_the_tracked_one_is_kept_first
     assert removed(tmp_path, keep_last=2) == expected
 
 
+def marked(root):
+    """Returns the iterations that `ls` marks as those of a branch that was left."""
+    _, printed, _ = command.run("ls", root)
+    text = [int(line.split()[0]) for line in printed.splitlines() if line.split()[1:2] == ["-"]]
+    _, printed, _ = command.run("ls", root, "--json")
+    assert text == [row["iteration"] for row in json.loads(printed) if row["abandoned"]]
+    return text
+
+
+def test_after_a_rollback_ls_marks_what_was_left(tmp_path):
+    roll_back(tmp_path, [160, 180])
+    assert marked(tmp_path) == [160, 180]
+    assert "- of a branch that was abandoned" in command.run("ls", tmp_path)[1]
+    track(tmp_path, 160)  # by hand: the job that resumes from it has not saved yet
+    assert marked(tmp_path) == [180]
+
+
+def test_ls_marks_nothing_of_which_it_is_not_known_that_it_was_left(tmp_path):
+    """100 was left by the job that saved 60, but another one, whose place is not known, resumed from it."""
+    first = save_job(tmp_path, [50, 100])
+    save_job(tmp_path, [60], first[50])
+    save_job(tmp_path, [150], first[100])
+    save_job(tmp_path, [40])  # anew, in the same directory
+    for tracked, expected in ((150, [60]), (60, [100, 150]), (40, [])):
+        track(tmp_path, tracked)
+        assert marked(tmp_path) == expected, tracked
+
+
 def test_a_tracker_that_names_what_a_later_job_has_left_names_no_present_branch(tmp_path):
     first = save_job(tmp_path, [100])[100]
     second = save_job(tmp_path, [120, 140], first)[120]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -716,3 +717,46 @@ def test_a_page_has_half_of_a_surrogate_pair_as_an_escape(written, tmp_path: Pat
     line = line_with("error", "before \ud800 <b>after</b>")
     run("report", written(line), "--html", tmp_path / "page.html")
     assert "before \\ud800 &lt;b&gt;after" in (tmp_path / "page.html").read_text()
+
+
+def test_a_script_gets_the_run_in_a_few_numbers(written: Callable[..., Path], tmp_path: Path) -> None:
+    saves = changed(error=None)
+    for save in saves[4:]:
+        save |= {"state": "failed", "error": f"no space at {save['iteration']}", "published_ms": None}
+    report = written(saves)
+    code, printed, reported = run("report", report, "--json", "--html", tmp_path / "page.html")
+    found = json.loads(printed)
+    assert (code, reported) == (0, "") and (tmp_path / "page.html").is_file()
+    last = saves[3]
+    assert found["last_published"] == found["last_in_directory"]
+    assert found["last_published"] == {
+        "iteration": 40,
+        "save_id": last["save_id"],
+        "published_at": last["started_at"] + last["published_ms"] / 1000,
+    }
+    counts = [found[name] for name in ("saves", "published", "failed", "failed_since_published")]
+    assert counts == [6, 4, 2, 2] and found["last_error"] == "no space at 60"
+    held = [save.held_ms for save in usual(read_reports([report]).saves)]
+    assert found["held_ms"] == {"median": statistics.median(held), "max": max(held)}
+    assert found["written_bytes"] == sum(save["written_bytes"] for save in saves[:4])
+    assert set(found["slowest_rank"]) == {"rank", "saves"} and found["slowest_rank"]["rank"] in (0, 1)
+    assert found["advice"][0]["title"] == "2 of 6 saves failed" and found["notes"] == []
+
+
+def test_a_script_gets_numbers_also_where_no_save_was_published(written: Callable[..., Path]) -> None:
+    failed = changed(state="failed", error="no space", published_ms=None, ranks=1)
+    code, printed, _ = run("report", written(failed), "--json", "--last", 2)
+    found = json.loads(printed)
+    assert code == 0 and found["saves"] == found["failed_since_published"] == 2
+    nothing = ("last_published", "last_in_directory", "held_ms", "slowest_rank")
+    assert [found[name] for name in nothing] == [None] * 4
+
+
+def test_what_is_near_only_is_not_in_the_directory_for_scripts_either(written: Callable[..., Path]) -> None:
+    lines = changed(near=True)
+    drain = {"event": "drain", "save_id": lines[1]["save_id"], "iteration": 20, "bytes": 1, "near_ms": 500.0}
+    _, printed, _ = run("report", written([*lines, drain]), "--json")
+    found = json.loads(printed)
+    assert found["last_published"]["iteration"] == 60 and found["last_in_directory"]["iteration"] == 20
+    copied = lines[1]["started_at"] + (lines[1]["published_ms"] + 500) / 1000
+    assert found["last_in_directory"]["published_at"] == pytest.approx(copied)

@@ -64,6 +64,14 @@ def test_damaged_tracker_means_the_newest_complete_checkpoint_in_whatever_format
     assert "iteration 200" in caplog.text
 
 
+def test_only_rank_0_logs_that_the_tracker_is_damaged(root, caplog, monkeypatch):
+    """All ranks read it, and fall back to the same checkpoint: thousands of lines would say so."""
+    monkeypatch.setenv("RANK", "1")
+    assert read(root, "") == "200" and read(root, "iter_0000100") == "100" and not caplog.text
+    monkeypatch.setenv("RANK", "0")
+    assert read(root, "") == "200" and len(caplog.records) == 1
+
+
 def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplog) -> None:
     """As a person writes it who sets a run back: it is not damaged, and the newest one is not wanted."""
     assert read(root, "iter_0000100\n") == "100"

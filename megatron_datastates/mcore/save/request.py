@@ -49,8 +49,12 @@ def raise_if_failed(publication: Publication) -> None:
 
 
 def warn_of_failure(publication: Publication) -> None:
-    """Logs why a save has failed, after which training continues."""
-    logger.warning("%s Training continues (--datastates-on-failure warn).", publication.error)
+    """Logs why a save has failed, after which training continues.
+
+    On rank 0, as the error is the same on all ranks; that of an abandoned save is this rank's alone.
+    """
+    if publication.collectives.rank == 0 or publication.is_abandoned:
+        logger.warning("%s Training continues (--datastates-on-failure warn).", publication.error)
 
 
 class _OnlyIfPublished(list[Callable[[], None]]):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, StorageError
+from megatron_datastates.files import names_in
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TRACKER_NAME,
@@ -25,7 +26,8 @@ def problem_of_chosen(run: Path, wanted: int) -> DataStatesError | None:
     """
     name = iteration_name(wanted)
     try:
-        if not (run / TRACKER_NAME).exists() or (run / name).exists() or tracked_name(run) == RELEASE_NAME:
+        is_there = _is_empty(run / name) is False  # a failed save leaves an empty one
+        if not (run / TRACKER_NAME).exists() or is_there or tracked_name(run) == RELEASE_NAME:
             return None
         found = [one for one in find_iterations(run) if is_named_by_megatron(one.path)]
         complete = [one.number for one in found if one.complete]
@@ -54,22 +56,34 @@ def require_there(directory: Path, wanted: int | None) -> None:
     that the error names, one may be incomplete.
 
     Raises:
-        MegatronLoadFailedError (from a NotACheckpointError): it is not.
+        MegatronLoadFailedError (from a NotACheckpointError): it is not, or has nothing in it.
     """
     from megatron_datastates.mcore.errors import load_errors
 
     with contextlib.suppress(OSError):  # Megatron's own error says why
-        if directory.exists():
+        is_empty = _is_empty(directory)
+        if is_empty is False:
             return
         run = directory.parent
         named = filter(is_named_by_megatron, checkpoint_directories(run))
-        numbers = (iteration_in_name(path.name) for path in named)
+        numbers = (iteration_in_name(path.name) for path in named if path.name != directory.name)
         there = [number for number in numbers if number is not None]
         choice = "Choose one with --ckpt-step, or restore what is missing"
+        empty = "that directory empty, and " if is_empty else ""
         is_chosen = wanted is not None and directory.name == iteration_name(wanted)
         who = f"--ckpt-step {wanted}" if is_chosen else f"the tracker {run / TRACKER_NAME}"
         with load_errors():
             raise NotACheckpointError(
                 f"{who} names a checkpoint that is not there: expected {directory.name} in {run}, found "
-                f"{_listed(there, choice)}."
+                f"{empty}{_listed(there, choice)}."
             )
+
+
+def _is_empty(directory: Path) -> bool | None:
+    """Returns whether a directory is empty, as a deletion leaves it that was ended; None if there is none."""
+    try:
+        return not names_in(directory)
+    except FileNotFoundError:
+        return None
+    except PermissionError:  # to list it; its files may be read all the same
+        return False

@@ -6,6 +6,7 @@ here: the loads themselves (load.py); the search (pipeline/upkeep/fallback.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def damage_error(
 def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | None]:
     """Returns what the user can do, and an iteration to load instead. Collective if the ranks search."""
     from megatron_datastates.pipeline.publishing.collectives import Collectives
-    from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, is_undamaged
+    from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, verify_together
 
     args, directory = run_arguments(), any_path(load.directory or "")
     root = any_path(args.load) if directory.parent == _non_persistent(args) else directory.parent
@@ -61,7 +62,7 @@ def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | N
             "before it; --ckpt-step loads that one."
         ), None
     found = find_older_checkpoint(directory, root, most, collectives, options)
-    other = _other_format(root, found.other)
+    other = _other_format(root, found.other) + _unread([*map(iteration_name, found.unread)])
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
         return f"No older checkpoint in {root} verifies ({looked}).{other}", None
@@ -75,9 +76,12 @@ def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | N
     is_strict = getattr(args, "dist_ckpt_strictness", _STRICT[0]) in _STRICT
     is_sure = found.has_checksums and is_strict and not (first or other or is_chosen)
     if collectives.share_from_first(int(options.on_damage == "fallback" and is_sure)):
-        if is_undamaged(directory, collectives, options):  # storage failed for a while, or it was replaced
+        faults, unread = verify_together(directory, collectives, options)
+        if faults:
+            return f"{name} verifies.", found.iteration
+        if not unread:  # storage failed for a while, or it was replaced
             return f"{directory.name} itself verifies now: start again.", None
-        return f"{name} verifies.", found.iteration
+        other = _unread([directory.name])
     return f"{name} {how}: resume with --ckpt-step {found.iteration}{first}.{other}", None
 
 
@@ -91,6 +95,12 @@ def _other_format(root: Path, iteration: int | None) -> str:
         f"training. `datastates verify {path}` checks it if it is of torch_dist; then resume with "
         f"--ckpt-step {iteration}."
     )
+
+
+def _unread(names: Sequence[str]) -> str:
+    """Returns which checkpoints may be undamaged, if there are any: a store did not answer, say."""
+    listed = ", ".join(names)
+    return f" First start again: in {listed}, which cannot be read now, no fault was found." if names else ""
 
 
 def _non_persistent(args: Any) -> Path | None:

@@ -320,7 +320,7 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
             except (FileNotFoundError, NotImplementedError):
                 if may_be_ours(checkpoint_name):
                     open_checkpoint(checkpoint_name)  # raises an error that says what is wrong
-                elif is_selected(args) and not is_object(checkpoint_name):
+                elif is_selected(args):
                     require_there(path_of(checkpoint_name), _wanted(args))
                 raise
         if not _is_of_dcp(checkpoint_name):

@@ -9,6 +9,7 @@ directory into it, that one counts.
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -91,13 +92,19 @@ def _fallback(tracker: Path, text: bytes, *, needs_ours: bool = True) -> int | N
     if not found or (needs_ours and not any(has_file(path / MANIFEST_NAME) for path in found.values())):
         return None
     if (named := iteration_named(text)) is not None:
-        logger.warning("%s holds the name of a directory, %r: taken for iteration %d", tracker, text, named)
+        _warn("%s holds the name of a directory, %r: taken for iteration %d", tracker, text, named)
         return named
     (iteration,) = by_branch(tracker.parent, found)
-    logger.warning(
+    _warn(
         "%s is damaged: expected an iteration, found %r. "
         "Falling back to the newest complete checkpoint%s, iteration %d (%s).",
         tracker, text.decode(errors="replace"),
         "" if iteration == max(found) else " of the branch that was saved last", iteration, found[iteration],
     )  # fmt: skip
     return iteration
+
+
+def _warn(text: str, *values: object) -> None:
+    """Logs what all ranks find, on rank 0: known by the environment, as Megatron knows it this early."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(text, *values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
@@ -14,6 +14,7 @@ from megatron_datastates.pipeline.runs.branches import Point, known_point, point
 from megatron_datastates.pipeline.runs.jobs import MOST_JOBS, Job, jobs_in
 from megatron_datastates.pipeline.runs.tracker import tracked_iteration
 
+K = TypeVar("K")
 _FIRST_READ = 16  # manifests
 
 
@@ -170,12 +171,37 @@ def by_branch(
         some = numbers[len(points) : len(points) + count]
         count *= 2  # each time, all that were read are judged again
         points |= {number: known_point(directories[number], number) for number in some}
-        history = History(lists, filter(None, [*points.values(), present]))
-        # A tracker that names what was left does not name yet what was published since then.
-        current = None if present is None or history.abandoned_by(present, surely=True) else present
-        kept = [number for number, point in points.items() if not _is_left(point, history, last, current)]
+        kept = _kept(points, lists, present, last)
     left = set(numbers).difference(kept)
     return [*kept, *(number for number in numbers if number in left)][:most]
+
+
+def abandoned_among(run: Path, points: Mapping[K, Point], tracked: K | None) -> set[K]:
+    """Returns which checkpoints of a run are known to be of branches that were left.
+
+    None that another one follows which is not known to be of such a branch.
+
+    Args:
+        points: of all its checkpoints, by any names.
+        tracked: the name of the one that the tracker names.
+    """
+    lists = list[Sequence[Job]]()
+    with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
+        lists.append(jobs_in(run))
+    present = None if tracked is None else points.get(tracked)
+    known = {name: point for name, point in points.items() if not point.is_without_optimizer}
+    kept = _kept(known, lists, present, None)
+    left = known.keys() - kept
+    return {name for name in left if not any(known[other].follows(known[name]) for other in kept)}
+
+
+def _kept(
+    points: Mapping[K, Point | None], lists: list[Sequence[Job]], present: Point | None, last: Point | None
+) -> list[K]:
+    history = History(lists, filter(None, [*points.values(), present]))
+    # A tracker that names what was left does not name yet what was published since then.
+    current = None if present is None or history.abandoned_by(present, surely=True) else present
+    return [name for name, point in points.items() if not _is_left(point, history, last, current)]
 
 
 def has_later_save(directory: Path, save_id: SaveId) -> bool:

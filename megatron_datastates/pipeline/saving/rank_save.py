@@ -81,6 +81,7 @@ class RankSave:
         self.confirmed_at: float | None = None
         self._written = Flag()
         self._removal_wanted = Flag()
+        self._failed_elsewhere = False  # whatever fails from now on was cancelled
         self._error = FirstError()
         self._finisher: BackgroundThread | None = None  # joined by Saver.close
         self.started_at = time.perf_counter()  # when the save began: its times count from here
@@ -308,6 +309,14 @@ class RankSave:
             self.advance()
         self.advance()
 
+    def remove_as_others_failed(self) -> None:
+        """Cancels the save and removes its files once ranks have agreed that it failed on some of them.
+
+        This rank does not log it as an error of its own: rank 0 logs which ranks failed, and why.
+        """
+        self._failed_elsewhere = True
+        self.cancel_and_remove("another rank failed")
+
     def cancel_and_remove(self, reason: str) -> None:
         """Cancels the save and removes its files. Only valid while no manifest can name them."""
         # Order: the finishing thread reads _removal_wanted after it has set _durable, so one of the two
@@ -365,7 +374,7 @@ class RankSave:
 
     def fail(self, error: BaseException) -> None:
         """Records an error, if it is this rank's first. The other ranks learn of it at the next poll."""
-        if self._error.record(error):
+        if self._error.record(error) and not self._failed_elsewhere:
             logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, self.failure)
         with contextlib.suppress(Exception):
             forget_frames(error)

@@ -35,6 +35,7 @@ class FallbackSearch:
     iteration: int | None = None  # the newest undamaged one
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
     damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and damaged or not read
+    unread: list[int] = dataclasses.field(default_factory=list)  # of these: no fault was found
     other: int | None = None  # the newest that is newer than that, and of another format: it was not verified
     is_without_optimizer: bool = False  # that one: its optimizer's state was removed
 
@@ -54,22 +55,27 @@ def find_older_checkpoint(
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:
             break
-        faults, unchecked = _verified(root / iteration_name(iteration), collectives, options)
-        if not faults:
+        faults, unread, unchecked = _verified(root / iteration_name(iteration), collectives, options)
+        if not faults and not unread:
             search.iteration, search.has_checksums = iteration, not unchecked
             point = known_point(root / iteration_name(iteration), iteration)
             search.is_without_optimizer = point is not None and point.is_without_optimizer
             break
         search.damaged.append(iteration)
+        search.unread += [] if faults else [iteration]
     other = _other_format(damaged, root, search.iteration or 0) if collectives.rank == 0 else _NONE
     other = collectives.share_from_first(other)
     search.other = None if other == _NONE else other
     return search
 
 
-def is_undamaged(directory: Path, collectives: Collectives, options: Options) -> bool:
-    """Verifies one checkpoint. Collective: all ranks call it, and find the same."""
-    return _verified(directory, collectives, options)[0] == 0
+def verify_together(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
+    """Returns the numbers of faults of one checkpoint, and of what cannot be read now, damaged or not.
+
+    Collective: all ranks call it, and find the same.
+    """
+    faults, unread, _ = _verified(directory, collectives, options)
+    return faults, unread
 
 
 def _other_format(damaged: Path, root: Path, after: int) -> int:
@@ -99,37 +105,42 @@ def _older(damaged: Path, root: Path, most: int) -> list[int]:
     return by_branch(root, older, most, known_point(damaged, number))
 
 
-def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
-    """Returns the numbers of faults and of files without checksums that the ranks found together."""
+def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int, int]:
+    """Returns what the ranks found together.
+
+    These are numbers of faults, of what cannot be read now, and of files without checksums.
+    """
     began = time.monotonic()
     with ThreadPool(1, "datastates-verify") as thread:
         share = thread.submit(_check, directory, collectives.rank, collectives.size, options)
-        done, faults, unchecked, mebibytes = _sums(share, collectives)
+        done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
         while done < collectives.size:
             time.sleep(_POLL_SECONDS)
-            done, faults, unchecked, mebibytes = _sums(share, collectives)
+            done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
     if collectives.rank == 0:
-        seconds, verdict = time.monotonic() - began, f"{faults} faults" if faults else "undamaged"
+        seconds = time.monotonic() - began
+        verdict = f"{faults} faults" if faults else "could not be read" if unread else "undamaged"
         logger.warning("%s: %s (%d MiB checked in %.1f s)", directory, verdict, mebibytes, seconds)
-    return faults, unchecked
+    return faults, unread, unchecked
 
 
 def _sums(share: Future[Verdict], collectives: Collectives) -> list[int]:
-    """Sums over ranks: those that are done, faults, files without checksums, and checked MiB."""
-    numbers = [0, 0, 0, 0]
+    """Sums over ranks: those that are done, faults, what is unread, files without checksums, checked MiB."""
+    numbers = [0, 0, 0, 0, 0]
     if share.done():
         verdict = share.result()
-        faults = min(len(verdict.faults) + len(verdict.unread), 1000)
-        numbers = [1, faults, verdict.unchecked_files, verdict.bytes_checked >> 20]
+        faults, unread = min(len(verdict.faults), 1000), min(len(verdict.unread), 1000)
+        numbers = [1, faults, unread, verdict.unchecked_files, verdict.bytes_checked >> 20]
     return collectives.start_sum(numbers).result()
 
 
 def _check(directory: Path, rank: int, ranks: int, options: Options) -> Verdict:
-    """Checks this rank's share. Never raises: whatever keeps a rank from checking its share is a fault."""
+    """Checks this rank's share. Never raises: whatever keeps a rank from that is in the verdict."""
     try:
         verdict = verify(directory, share=(rank, ranks), options=options)
     except Exception as error:
-        verdict = Verdict(faults=[str(error)])
+        verdict = Verdict()
+        verdict.add(error)
     for fault in [*verdict.faults, *verdict.unread][:3]:
         logger.warning("%s", printable(fault))
     return verdict
