@@ -92,19 +92,25 @@ def _fallback(tracker: Path, text: bytes, *, needs_ours: bool = True) -> int | N
     if not found or (needs_ours and not any(has_file(path / MANIFEST_NAME) for path in found.values())):
         return None
     if (named := iteration_named(text)) is not None:
-        _warn("%s holds the name of a directory, %r: taken for iteration %d", tracker, text, named)
+        if _logs():
+            logger.warning(
+                "%s holds the name of a directory, %r: taken for iteration %d", tracker, text, named
+            )
         return named
     (iteration,) = by_branch(tracker.parent, found)
-    _warn(
-        "%s is damaged: expected an iteration, found %r. "
-        "Falling back to the newest complete checkpoint%s, iteration %d (%s).",
-        tracker, text.decode(errors="replace"),
-        "" if iteration == max(found) else " of the branch that was saved last", iteration, found[iteration],
-    )  # fmt: skip
+    if _logs():
+        logger.warning(
+            "%s is damaged: expected an iteration, found %r. "
+            "Falling back to the newest complete checkpoint%s, iteration %d (%s).",
+            tracker,
+            text.decode(errors="replace"),
+            "" if iteration == max(found) else " of the branch that was saved last",
+            iteration,
+            found[iteration],
+        )
     return iteration
 
 
-def _warn(text: str, *values: object) -> None:
-    """Logs what all ranks find, on rank 0: known by the environment, as Megatron knows it this early."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(text, *values)
+def _logs() -> bool:
+    """Returns whether this rank logs what all ranks find: so early, the environment says which it is."""
+    return os.environ.get("RANK", "0") == "0"

@@ -119,7 +119,8 @@ def _verified(directory: Path, collectives: Collectives, options: Options) -> tu
             done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
     if collectives.rank == 0:
         seconds = time.monotonic() - began
-        verdict = f"{faults} faults" if faults else "could not be read" if unread else "undamaged"
+        found = "1 fault" if faults == 1 else f"{faults} faults"
+        verdict = found if faults else "could not be read" if unread else "undamaged"
         logger.warning("%s: %s (%d MiB checked in %.1f s)", directory, verdict, mebibytes, seconds)
     return faults, unread, unchecked
 
