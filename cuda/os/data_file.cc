@@ -93,14 +93,20 @@ void DataFile::MakeDirectories() {
   const fs::path file = fs::absolute(path_, code);
   check(path_);
   const fs::path directory = file.parent_path();
-  // A new directory's entry is in its parent, so the first directory that existed before is synced too.
-  fs::path at = directory;
-  for (; !fs::exists(at, code); at = at.parent_path()) {
+  std::vector<fs::path> missing;
+  for (fs::path at = directory; !fs::exists(at, code); at = at.parent_path()) {
     check(at);
-    directories_.push_back(at.string());
+    missing.push_back(at);
   }
-  directories_.push_back(at.string());
-  fs::create_directories(directory, code);
+  for (; !missing.empty(); missing.pop_back()) {
+    // A new directory's entry is in its parent, which whoever makes the directory syncs.
+    if (fs::create_directory(missing.back(), code)) {
+      directories_.insert(directories_.begin(), missing.back().parent_path().string());
+    }
+    check(missing.back());
+  }
+  directories_.insert(directories_.begin(), directory.string());
+  fs::create_directories(directory, code);  // an error, if it is something else
   check(directory);
 }
 

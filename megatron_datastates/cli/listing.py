@@ -84,7 +84,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
         if runs:
             _print_tracker(root, looks, is_near=bool(held))
             if any(look.abandoned for look in looks):
-                say("- of a branch that was abandoned: a later job resumed from an older checkpoint")
+                say("- of an abandoned branch: a later job resumed from an older checkpoint, or began anew")
     if near and not as_json:
         _print_near(near, held, looks)
 

@@ -103,12 +103,12 @@ def report(
         if left_out > 0:
             found.saves = found.saves[left_out:]
         advice = advise(found.saves)
-        if as_json:
-            print_json(_as_json(found, advice))
-        else:
+        if not as_json:
             _print(found, advice)
         written = _write(files, found, advice, folder, page, picture)
-        if written and not as_json:
+        if as_json:  # last: if the call fails, it prints none
+            print_json(_as_json(found, advice))
+        elif written:
             say()
             for path in written:
                 say(f"wrote {path}")

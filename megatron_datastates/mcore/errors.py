@@ -21,7 +21,13 @@ from megatron_datastates.errors import (
 
 
 class MegatronSaveFailedError(SaveFailedError, CheckpointingException):  # type: ignore[misc]
-    """A SaveFailedError that is also a CheckpointingException."""
+    """A SaveFailedError that is also a CheckpointingException.
+
+    Attributes:
+        is_agreed: whether all ranks raise it, with the same text.
+    """
+
+    is_agreed = True
 
 
 class MegatronLoadFailedError(LoadFailedError, CheckpointingException):  # type: ignore[misc]

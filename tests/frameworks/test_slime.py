@@ -28,7 +28,6 @@ def forge() -> Iterator[RankForge]:
         yield parent
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("arguments", "environment"), HOW.values(), ids=HOW)
 def test_weights_swapped_after_a_save_do_no_harm(
     forge: RankForge, tmp_path: Path, arguments: list[str], environment: dict[str, str]

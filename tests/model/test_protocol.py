@@ -22,9 +22,9 @@ ALONE = Model(saves=(("a1", "a2"), ()), faults=2, faulty=(0,))
 PRUNED = Model(saves=(("a1", "a2"), ()), prune="checkpoint")
 PRUNED_LEFT_OVERS = Model(saves=(("a1",), ("b1",)), prune="left-overs", faulty=(0,))
 MODELS = {
-    "two saves of one run that overlap": OVERLAPPING,  # fast: CI searches this one (--first-case)
+    "a new directory": NEW_DIRECTORY,  # two runs, and fast: CI searches this one (--first-case)
     "two runs, each saves again": TWO_RUNS,
-    "a new directory": NEW_DIRECTORY,
+    "two saves of one run that overlap": OVERLAPPING,
     "one run with two faults": ALONE,
     "prune removes the checkpoint": PRUNED,
     "prune removes left-overs": PRUNED_LEFT_OVERS,

@@ -82,6 +82,7 @@ def runs(tmp_path: Path) -> list[Path]:
     for run, iterations in zip(found, (["iter_0000005"], []), strict=True):
         for name in iterations:
             (run / name).mkdir(parents=True)
+            (run / name / "a file").touch()
         run.mkdir(exist_ok=True)
         (run / "latest_checkpointed_iteration.txt").write_text("5")
     return found

@@ -211,7 +211,6 @@ for directory in map(Path, sys.argv[1:]):
 """
 
 
-@pytest.mark.long
 def test_hostile_files_of_torch_dist_take_little_memory(tmp_path: Path, theirs: Path) -> None:
     """The process that reads them may take 256 MiB more."""
     directories = []

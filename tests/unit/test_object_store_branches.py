@@ -20,8 +20,6 @@ from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore
 from tests.unit import test_object_store as of_stores
 from tests.unit.test_near_branches import STUCK, A, B, Job, resume
 
-pytestmark = pytest.mark.long
-
 store = of_stores.store  # the fixture
 
 
@@ -72,6 +70,7 @@ def test_a_rollback_of_what_is_in_the_store(store: ObjectStore, tmp_path: Path) 
     assert resume(job, job.roots[1])[0] is None, "it is there now"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_saved_again", [False, True])
 def test_what_another_node_uploads_again_is_not_deleted_where_few_checkpoints_are_kept(
     is_saved_again: bool, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +88,7 @@ def test_what_another_node_uploads_again_is_not_deleted_where_few_checkpoints_ar
     assert tracked(first) == "7" and first.directory(10).exists() == uploaded.exists() == is_saved_again
 
 
+@pytest.mark.long
 def test_a_rollback_that_a_node_has_not_seen(store: ObjectStore, tmp_path: Path, away: Path) -> None:
     job = StoreJob(tmp_path, B, resumed=5)
     job.save(7)
@@ -97,6 +97,7 @@ def test_a_rollback_that_a_node_has_not_seen(store: ObjectStore, tmp_path: Path,
     assert iteration is None and tracked(job) == "7" and "is skipped" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [f"iter_0000010/{MANIFEST_NAME}", JOBS_NAME])
 def test_what_the_store_refuses_for_a_moment_is_not_taken_for_missing(
     name: str, store: ObjectStore, tmp_path: Path, away: Path

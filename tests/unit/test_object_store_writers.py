@@ -37,8 +37,6 @@ from tests.unit.test_object_store_writing import scratch as scratch
 from tests.unit.test_object_store_writing import trained as trained
 from tests.unit.test_weights_only import weights
 
-pytestmark = pytest.mark.long
-
 TARGET = stores.path_of("msc://store/made by two")
 NAMES = ("a.safetensors", "b.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json")
 
@@ -57,6 +55,7 @@ def expected(content: str) -> dict[str, str]:
     return {name: f"{content} {name}" for name in NAMES}
 
 
+@pytest.mark.long
 def test_what_was_made_meanwhile_is_not_written_over(store: ObjectStore, scratch: Path) -> None:
     with pytest.raises(StorageError, match="exists"), publish_on_exit(TARGET) as first:
         make(first, "first")
@@ -98,6 +97,7 @@ def test_of_two_calls_that_upload_at_once_only_one_goes_on(
     assert there() == expected("first"), "no mixture, and no claim"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(NAMES)))
 def test_a_failed_upload_leaves_nothing(number: int, store: ObjectStore, scratch: Path) -> None:
     name = [*sorted(NAMES[:2]), *sorted(NAMES[2:], key=lambda name: (name == "config.json", name))][number]
@@ -114,6 +114,7 @@ def test_a_failed_upload_leaves_nothing(number: int, store: ObjectStore, scratch
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_made_meanwhile_stays(
     store: ObjectStore, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_of_two_conversions_at_once_one_at_most_goes_on(
     assert not [one.name for one in stores.all_below(stores.path_of(target)) if "claim" in one.name]
 
 
+@pytest.mark.long
 def test_a_conversion_writes_into_nothing_else(store: ObjectStore, tmp_path: Path) -> None:
     stored = arguments(LLAMA, seed=1)
     save_model(tmp_path / "iter_0000001", stored, state(stored))
@@ -169,6 +171,7 @@ def test_a_conversion_writes_into_nothing_else(store: ObjectStore, tmp_path: Pat
     assert store.requests["PUT"] == 1
 
 
+@pytest.mark.long
 def test_a_bucket_that_does_not_exist_is_named_before_anything_is_made(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +187,7 @@ def test_a_bucket_that_does_not_exist_is_named_before_anything_is_made(
     assert code == 2 and "iter_0000001: NoSuchBucket: " in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
 def test_a_manifest_that_arrives_after_all_finds_its_index(
     is_late: bool, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +231,7 @@ def sums() -> tuple[dict[str, str], dict[str, str]]:
     return stored, {name: hashlib.sha256(data).hexdigest() for name, data in every.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", [*POINTS, "renew sums"])
 def test_megatrons_sums_hold_wherever_it_ends(point: str, trained: Path) -> None:
     before = sums()[1]
@@ -240,6 +245,7 @@ def test_megatrons_sums_hold_wherever_it_ends(point: str, trained: Path) -> None
         assert stored == before, "nothing was changed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
 def test_a_manifest_that_arrives_after_its_request_has_failed_finds_its_files(
     is_late: bool, trained: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +275,7 @@ def test_a_manifest_that_arrives_after_its_request_has_failed_finds_its_files(
     assert contents(open_source(stores.path_of(THERE))) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["POST /checkpoints$", "PUT .*/datastates.manifest"])
 def test_what_was_changed_is_not_reported_as_unchanged(kind: str, trained: Path, store: ObjectStore) -> None:
     store.fail(kind, EXPIRED)
@@ -277,6 +284,7 @@ def test_what_was_changed_is_not_reported_as_unchanged(kind: str, trained: Path,
     assert "perhaps without its optimizer's state already, but whole: " in err and "not changed" not in err
 
 
+@pytest.mark.long
 def test_what_was_not_changed_is_reported_so(trained: Path, store: ObjectStore) -> None:
     store.fail("PUT .*/data-", EXPIRED)
     code, out, err = run("prune", ROOT, "--keep-last", "1", "--drop-optimizer", "--yes")

@@ -66,9 +66,9 @@ def test_damaged_tracker_means_the_newest_complete_checkpoint_in_whatever_format
 
 def test_only_rank_0_logs_that_the_tracker_is_damaged(root, caplog, monkeypatch):
     """All ranks read it, and fall back to the same checkpoint: thousands of lines would say so."""
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert read(root, "") == "200" and read(root, "iter_0000100") == "100" and not caplog.text
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert read(root, "") == "200" and len(caplog.records) == 1
 
 

@@ -43,9 +43,11 @@ class SaveHandle:
 
 
 def raise_if_failed(publication: Publication) -> None:
-    """Raises SaveFailedError, the same on every rank, if the save has failed."""
+    """Raises SaveFailedError, the same on every rank (but of an abandoned save), if the save has failed."""
     if publication.outcome is Outcome.FAILED:
-        raise MegatronSaveFailedError(publication.error) from publication.save.cause
+        error = MegatronSaveFailedError(publication.error)
+        error.is_agreed = not publication.is_abandoned
+        raise error from publication.save.cause
 
 
 def warn_of_failure(publication: Publication) -> None:

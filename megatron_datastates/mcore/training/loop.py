@@ -276,7 +276,6 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(iteration, *args, **kwargs)
 
         from megatron_datastates.mcore import dataloader
-        from megatron_datastates.mcore.errors import MegatronSaveFailedError
         from megatron_datastates.mcore.save import preparing  # which imports the native module
         from megatron_datastates.mcore.training import device_cache, fsdp, retention, tracker_writing
 
@@ -305,8 +304,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             except SaveFailedError as error:  # on every rank, so all continue together
                 if _options.on_failure == "raise":
                     raise
-                is_agreed = isinstance(error, MegatronSaveFailedError)  # the same text on all ranks
-                if getattr(chosen, "rank", 0) == 0 or not is_agreed:
+                if getattr(chosen, "rank", 0) == 0 or not getattr(error, "is_agreed", False):
                     logger.warning("%s Training continues (--datastates-on-failure warn).", error)
                 return None
         # Megatron may also save nothing, as its main does with --freeze-all-layers.

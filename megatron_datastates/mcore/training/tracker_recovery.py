@@ -112,5 +112,5 @@ def _fallback(tracker: Path, text: bytes, *, needs_ours: bool = True) -> int | N
 
 
 def _logs() -> bool:
-    """Returns whether this rank logs what all ranks find: so early, the environment says which it is."""
-    return os.environ.get("RANK", "0") == "0"
+    """Returns whether this rank logs what the ranks of its node find; so early, the environment says it."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"

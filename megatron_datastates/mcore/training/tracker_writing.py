@@ -36,6 +36,7 @@ from megatron_datastates.pipeline.runs.runs import is_complete, is_published
 from megatron_datastates.pipeline.runs.tracker import read_tracked
 
 logger = logging.getLogger(__name__)
+_MODELOPT = "save_sharded_modelopt_state"  # is imported if nvidia-modelopt is installed
 _NOTE = "on_save_checkpoint_success"  # Megatron's function that reports a checkpoint to W&B
 # As of the last save: whether saves go to a near tier first, and whether we write the tracker, not Megatron.
 _is_near = False
@@ -92,8 +93,8 @@ def _without_directory(save: str) -> Iterator[None]:
     Megatron makes it, and looks what is in it, on rank 0's trainer, which would wait for storage that hangs,
     and whose error, as on a full disk, would end the job. So it is left to what writes there: the drain, if
     the save is published near; else the threads of each rank that write files, and an error fails the save,
-    on all ranks. In a synchronous save, rank 0 makes it first, for Megatron warns of what is in it. An object
-    store is never asked: there is nothing to make.
+    on all ranks. In a synchronous save, rank 0 makes it first, for Megatron warns of what is in it; also for
+    ModelOpt, which writes there at once. An object store is never asked: there is nothing to make.
     """
     from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
@@ -115,12 +116,25 @@ def _without_directory(save: str) -> Iterator[None]:
                     raise
                 serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
 
-    try:
-        with replaced(checkpointing, "ensure_directory_exists", ensure_directory_exists):
-            yield
-    finally:
+    with contextlib.ExitStack() as block:
+        block.enter_context(replaced(checkpointing, "ensure_directory_exists", ensure_directory_exists))
+        if is_left and hasattr(checkpointing, _MODELOPT):
+            block.enter_context(replaced(checkpointing, _MODELOPT, _with_directory(checkpointing, make)))
         if client is not None:
-            serialization.maybe_msc = client
+            block.callback(setattr, serialization, "maybe_msc", client)
+        yield
+
+
+def _with_directory(checkpointing: Any, make: Callable[..., None]) -> Callable[..., Any]:
+    """Returns Megatron's function that stores ModelOpt's state, which writes there on rank 0 at once."""
+    original = getattr(checkpointing, _MODELOPT)
+
+    def save_sharded_modelopt_state(model: Any, checkpoint_name: Any, *args: Any, **kwargs: Any) -> Any:
+        if checkpointing.get_args().rank == 0:
+            make(checkpoint_name, check_parent=False)
+        return original(model, checkpoint_name, *args, **kwargs)
+
+    return save_sharded_modelopt_state
 
 
 class _Unreachable:

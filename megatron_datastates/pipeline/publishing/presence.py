@@ -220,7 +220,7 @@ def names_in_manifest(manifest: bytes | None) -> set[str]:
 
 
 def sync_above(directory: Path) -> None:
-    """Makes the directory's own name durable, and its parent's: Megatron made them, and synced neither."""
+    """Makes the directory's own name durable, and its parent's, whoever made them."""
     if is_object(directory):
         return
     for above in (directory.parent, directory.parent.parent):

@@ -354,7 +354,7 @@ def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Ba
         return None  # no object, no directory
     age = time.time() - iteration.path.stat().st_mtime
     if iteration.complete or age >= basis.rules.min_age_seconds or any(iteration.path.iterdir()):
-        return None  # Megatron makes a directory a moment before the first file of a save
+        return None  # a directory is made a moment before the first file of a save
     return f"a save into it may be under way: it is empty, and was last changed {age_text(age)} ago"
 
 
