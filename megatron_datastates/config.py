@@ -169,7 +169,8 @@ class Options:
         "raise|warn",
         "what a failed save in Megatron's training loop, and a failed asynchronous one after enable(), does: "
         "raise an error on every rank, which ends training, or log a warning on rank 0 and train on; "
-        "Megatron's training loop then raises an error at its end if the last save has failed (default raise)",
+        "Megatron's training loop then raises an error at its end if the last save has failed "
+        "(default raise)",
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",
