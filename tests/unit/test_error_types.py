@@ -25,7 +25,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.save.request import raise_if_failed
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from tests.unit.states import OPTIONS, SMALL, data_files, new_saver, random_tensor, save
+from tests.unit.states import OPTIONS, SMALL, State, data_files, new_saver, random_tensor, save
 
 TENSORS = {"w": random_tensor(torch.uint8, (3 << 20,), 1)}
 
@@ -48,10 +48,21 @@ def test_a_failed_save_is_raised_from_what_the_system_said(tmp_path, operation):
     saver.close()
     with pytest.raises(SaveFailedError, match="No space left") as raised:
         raise_if_failed(publication)
-    assert isinstance(raised.value, CheckpointingException)
+    assert isinstance(raised.value, CheckpointingException) and raised.value.is_agreed
     code, path, name = said(raised.value.__cause__)
     assert isinstance(raised.value.__cause__, StorageError)
     assert (code, name) == (errno.ENOSPC, operation) and path.startswith(str(tmp_path / "c" / "data-00000"))
+
+
+def test_the_error_of_a_save_that_one_rank_has_abandoned_is_its_own(tmp_path):
+    saver = new_saver()
+    publication = saver.start(tmp_path / "c", State(TENSORS, {}))
+    publication.abandon("the world has gone")
+    publication.poll()
+    saver.close()
+    with pytest.raises(SaveFailedError, match="abandoned on rank 0: the world has gone") as raised:
+        raise_if_failed(publication)
+    assert not raised.value.is_agreed
 
 
 def test_a_read_that_fails_says_of_which_file_and_why(saved):

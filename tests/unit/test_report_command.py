@@ -760,3 +760,12 @@ def test_what_is_near_only_is_not_in_the_directory_for_scripts_either(written: C
     assert found["last_published"]["iteration"] == 60 and found["last_in_directory"]["iteration"] == 20
     copied = lines[1]["started_at"] + (lines[1]["published_ms"] + 500) / 1000
     assert found["last_in_directory"]["published_at"] == pytest.approx(copied)
+
+
+def test_a_script_gets_no_numbers_from_a_call_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, printed, reported = run("report", RUN, "--json", "--png", tmp_path / "saves.png")
+    assert (code, printed) == (2, "") and "matplotlib" in reported

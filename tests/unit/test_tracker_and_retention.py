@@ -24,7 +24,6 @@ import megatron_datastates as ds
 from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import runs, tracker
@@ -503,40 +502,6 @@ def test_a_near_checkpoint_is_noted_in_wandb_before_it_is_in_save(
     utils.on_save_checkpoint_success(str(save / "iter_0000100"), path, str(save), 100)
     assert noted == ["100"]
     assert is_there != ("W&B has no note of" in caplog.text)
-
-
-@pytest.mark.parametrize("is_near", [True, False], ids=["near", "direct"])
-def test_asynchronous_saves_ask_nothing_of_save_on_the_trainer(
-    is_near: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may hang. A data loader's directory is still made: Megatron writes there at once."""
-    checkpointing = pytest.importorskip("megatron.training.checkpointing")
-    if versions.installed().writes_common_file:
-        pytest.skip("this release writes a file there itself")
-    from megatron.core.dist_checkpointing import serialization
-
-    made, client = list[str](), serialization.maybe_msc
-
-    def make(name: str, check_parent: bool = True) -> None:
-        made.append(name)
-
-    retain = 10 if is_near else None
-    arguments = SimpleNamespace(async_save=True, save_retain_interval=retain, save=str(root), rank=0)
-    monkeypatch.setattr(checkpointing, "ensure_directory_exists", make)
-    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
-    for name in ("_is_near", "_is_ours"):
-        monkeypatch.setattr(tracker_writing, name, False)
-
-    with tracker_writing.saving(Options(near=str(tmp_path / "near") if is_near else "")):
-        checkpointing.ensure_directory_exists(str(root / "iter_0000300"), check_parent=False)
-        assert next(serialization.maybe_msc.Path(str(tmp_path)).iterdir(), None) is None
-        checkpointing.ensure_directory_exists("loader/iter_0000300/train.pt")
-    assert made == ["loader/iter_0000300/train.pt"]
-    assert serialization.maybe_msc is client and checkpointing.ensure_directory_exists is make
-    monkeypatch.setattr(os.path, "exists", Mock(side_effect=AssertionError("looked into --save")))
-    with retention.saving(300):
-        pass
-    monkeypatch.undo()
 
 
 def test_a_tracker_is_written_where_the_save_began_if_the_program_changes_directory(
