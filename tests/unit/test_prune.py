@@ -404,7 +404,7 @@ def marked(root):
 def test_after_a_rollback_ls_marks_what_was_left(tmp_path):
     roll_back(tmp_path, [160, 180])
     assert marked(tmp_path) == [160, 180]
-    assert "- of a branch that was abandoned" in command.run("ls", tmp_path)[1]
+    assert "- of an abandoned branch" in command.run("ls", tmp_path)[1]
     track(tmp_path, 160)  # by hand: the job that resumes from it has not saved yet
     assert marked(tmp_path) == [180]
 
