@@ -102,7 +102,9 @@ def report(
         left_out = len(found.saves) - last if last is not None else 0
         if left_out > 0:
             found.saves = found.saves[left_out:]
-        advice = advise(found.saves)
+            began = found.saves[0].started_at
+            found.skips = [skip for skip in found.skips if skip.skipped_at >= began]
+        advice = advise(found.saves, found.skips)
         if not as_json:
             _print(found, advice)
         written = _write(files, found, advice, folder, page, picture)
@@ -118,7 +120,7 @@ def _as_json(found: Reports, advice: list[Advice]) -> dict[str, Any]:
     from megatron_datastates.reports.summary import summary
 
     listed = [dataclasses.asdict(one) for one in advice]
-    return summary(found.saves) | {"advice": listed, "notes": found.notes}
+    return summary(found.saves, found.skips) | {"advice": listed, "notes": found.notes}
 
 
 def _print(found: Reports, advice: list[Advice]) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,7 +123,8 @@ class Reporter:
 
     def write(self, report: Report) -> None:
         """Writes one report to log and file only, on any thread: listeners are the trainer's."""
-        logger.info("%s", _LINES[report["event"]](report))
+        if report["event"] in _LINES:
+            logger.info("%s", _LINES[report["event"]](report))
         if not self._path:
             return
         try:
@@ -177,6 +179,19 @@ def _copies_line(report: Report) -> str:
 
 
 _LINES = {"save": _save_line, "load": _load_line, "drain": _drain_line, "copies": _copies_line}
+
+
+def skip_report(iteration: int, unfinished: Path) -> Report:
+    """Returns the report of a save that is left out, because the one to `unfinished` is not over.
+
+    It is for the file only: the log has a warning.
+    """
+    return {
+        "event": "skip",
+        "iteration": iteration,
+        "unfinished": str(unfinished),
+        "skipped_at": round(time.time(), 3),
+    }
 
 
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:

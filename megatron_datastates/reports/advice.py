@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import CHANGED_TOO_EARLY
-from megatron_datastates.reports.reading import Save, Spread
+from megatron_datastates.reports.reading import Save, Skip, Spread
 from megatron_datastates.reports.timing import held_shares, intervals, iteration_seconds, median, usual
 from megatron_datastates.units import size_text
 
@@ -36,10 +36,11 @@ class Advice:
     text: str
 
 
-def advise(saves: Sequence[Save]) -> list[Advice]:
+def advise(saves: Sequence[Save], skips: Sequence[Skip] = ()) -> list[Advice]:
     """Returns what is worth changing, the worst first, and then what the saves cost altogether."""
-    found = [advice for rule in _RULES if (advice := rule(saves)) is not None]
-    return sorted(found, key=lambda advice: ("failure", "slow", "note").index(advice.level))
+    found = [rule(saves) for rule in _RULES]
+    found.insert(1, _skips(saves, skips))
+    return sorted(filter(None, found), key=lambda advice: ("failure", "slow", "note").index(advice.level))
 
 
 def milliseconds(value: float) -> str:
@@ -69,6 +70,20 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
         "failure",
         f"{len(failed)} of {len(saves)} saves failed",
         f"The last one, at {last.title}: {reason}. {hint}",
+    )
+
+
+def _skips(saves: Sequence[Save], skips: Sequence[Skip]) -> Advice | None:
+    if not skips:
+        return None
+    took = median(save.published_ms for save in saves if save.published_ms is not None)
+    return Advice(
+        "slow",
+        f"{len(skips)} of {len(saves) + len(skips)} saves were skipped",
+        f"The last one, at iteration {skips[-1].iteration}: an earlier save was not finished "
+        "(--datastates-while-saving skip). Saves are published "
+        f"{milliseconds(took)} after they begin (median). Save less often, or use faster storage: a crash "
+        "loses more iterations than --save-interval says.",
     )
 
 

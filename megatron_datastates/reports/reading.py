@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -164,12 +165,20 @@ class Drain(msgspec.Struct, frozen=True, tag_field="event", tag="drain"):
     near_ms: Number  # from when it was published near until it was published there
 
 
+class Skip(msgspec.Struct, frozen=True, tag_field="event", tag="skip"):
+    """One save that `--datastates-while-saving skip` left out."""
+
+    iteration: Whole
+    skipped_at: Number  # seconds since 1970
+
+
 @dataclasses.dataclass
 class Reports:
-    """All reports of some files, saves in the order in which they began, and notes on what was skipped."""
+    """All reports of some files, in the order in which they began, and notes on lines that were not read."""
 
     saves: list[Save]
     loads: list[Load]
+    skips: list[Skip]  # without those whose save was made after all
     notes: list[str]
 
 
@@ -183,11 +192,13 @@ def read_reports(paths: Iterable[Path]) -> Reports:
     saves: dict[str, Save] = {}
     drains: dict[str, Drain] = {}
     copies: dict[str, Copies] = {}
-    found = Reports([], [], [])
+    found = Reports([], [], [], [])
     for path in paths:
         for report in _reports(path, found.notes):
             if isinstance(report, Load):
                 found.loads.append(report)
+            elif isinstance(report, Skip):
+                found.skips.append(report)
             elif isinstance(report, Drain):
                 drains[report.save_id] = report
             elif isinstance(report, Copies):
@@ -199,12 +210,16 @@ def read_reports(paths: Iterable[Path]) -> Reports:
         for save in saves.values()
     ]
     if not found.saves:
-        others = {"load": found.loads, "drain": drains, "copies": copies}
+        others = {"load": found.loads, "skip": found.skips, "drain": drains, "copies": copies}
         kinds = ", ".join(name for name, lines in others.items() if lines)
         raise UnsupportedFormatError(
             f"there is no report of a save in these files, only of other events: {kinds}"
         )
     found.saves = _ordered(found.saves)
+    # A run makes its last save after all, and a later run may reach the same iteration.
+    made = {save.iteration: save.started_at for save in sorted(found.saves, key=lambda save: save.started_at)}
+    left_out = [skip for skip in found.skips if made.get(skip.iteration, -math.inf) < skip.skipped_at]
+    found.skips = sorted(left_out, key=lambda skip: skip.skipped_at)
     return found
 
 
@@ -223,7 +238,7 @@ def _with_drain(save: Save, drain: Drain | None) -> Save:
     return msgspec.structs.replace(save, far_ms=save.published_ms + drain.near_ms)
 
 
-def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]:
+def _reports(path: Path, notes: list[str]) -> list[Save | Load | Skip | Drain | Copies]:
     try:
         with open(path, "rb") as file:  # a pipe will do
             data = file.read(_MOST_BYTES + 1)
@@ -233,7 +248,7 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]
     except OSError as error:
         text = f"{path}: {error.strerror}: give a file that --datastates-report-file has written"
         raise StorageError.of(error, path, text) from None
-    found: list[Save | Load | Drain | Copies] = []
+    found: list[Save | Load | Skip | Drain | Copies] = []
     skipped: list[str] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -266,9 +281,9 @@ def _value(line: str) -> Any:
         raise ValueError(_INCOMPLETE) from None
 
 
-def _report(value: Any) -> Save | Load | Drain | Copies:
+def _report(value: Any) -> Save | Load | Skip | Drain | Copies:
     try:
-        return msgspec.convert(value, Save | Load | Drain | Copies)
+        return msgspec.convert(value, Save | Load | Skip | Drain | Copies)
     except msgspec.ValidationError as error:
         field = re.search(r"`\$\.(\w+)", str(error))
         found = f", found {reprlib.repr(value[field[1]])}" if field else ""

@@ -6,11 +6,11 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_datastates.reports.reading import Save
+from megatron_datastates.reports.reading import Save, Skip
 from megatron_datastates.reports.timing import median, usual
 
 
-def summary(saves: Sequence[Save]) -> dict[str, Any]:
+def summary(saves: Sequence[Save], skips: Sequence[Skip]) -> dict[str, Any]:
     """Returns what JSON can have. Times are over the saves that advice looks at (timing.usual)."""
     failed = [save for save in saves if save.failed]
     published = [save for save in saves if not save.failed]
@@ -21,6 +21,7 @@ def summary(saves: Sequence[Save]) -> dict[str, Any]:
         "saves": len(saves),
         "published": len(published),
         "failed": len(failed),
+        "skipped": len(skips),
         "failed_since_published": len(later),
         "last_error": failed[-1].error if failed else None,
         "last_published": _checkpoint(published[-1], published[-1].published_ms) if published else None,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_datastates.reports.reading import read_reports
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.ranks import Outcome
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
@@ -167,6 +168,8 @@ def test_saves_that_come_too_early_are_skipped_and_counted_but_never_the_last(
     how = [*LAYOUTS["tp2"], "--train-iters", "8", "--ckpt-format", "datastates", "--async-save"]
     skipping = ["--save", str(root), "--save-interval", "1", "--datastates-while-saving", "skip"]
     slow = failing(0, "sync:1:stall=4000")
+    reports = tmp_path / "reports.jsonl"
+    skipping += ["--datastates-report-file", str(reports)]
     saved = pretraining.run(*how, *skipping, "--exit-interval", "6", environment=slow)
     published = Checkpoints(root).published()
     skipped = re.findall(
@@ -174,6 +177,9 @@ def test_saves_that_come_too_early_are_skipped_and_counted_but_never_the_last(
     )
     assert published[0] == 1 and published[-1] == 6 and "skipped so far: 1)" in saved.log
     assert sorted({*map(int, skipped)} | {*published}) == list(range(1, 7)) and skipped
+    found = read_reports([reports])
+    assert [skip.iteration for skip in found.skips] == [*map(int, skipped)]
+    assert [save.iteration for save in found.saves] == published
     resumed = pretraining.run(*how, "--load", str(root))
     assert resumed.resumed_from(saved) == 6
 

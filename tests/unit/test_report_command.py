@@ -769,3 +769,26 @@ def test_a_script_gets_no_numbers_from_a_call_that_fails(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, printed, reported = run("report", RUN, "--json", "--png", tmp_path / "saves.png")
     assert (code, printed) == (2, "") and "matplotlib" in reported
+
+
+def test_skipped_saves_are_counted_but_for_those_that_were_made_after_all(
+    written: Callable[..., Path],
+) -> None:
+    """Of saves each second, those of iterations 3, 5 and 6; the run ends in 6. Later 3 is saved, too."""
+    skips = [
+        {"event": "skip", "iteration": n, "unfinished": f"/ck/iter_{n - 1:07d}", "skipped_at": 1e9 + n - 0.1}
+        for n in (6, 5, 3)
+    ]
+    run_of_skips = [*skips, *(save for save in many(6) if save["iteration"] not in (3, 5))]
+    assert [skip.iteration for skip in read_reports([written(run_of_skips)]).skips] == [3, 5]
+    _, printed, _ = run("report", written(run_of_skips))
+    text = " ".join(printed.split())
+    assert "2 of 6 saves were skipped" in text and "The last one, at iteration 5: an earlier save" in text
+    for last, expected in ((3, 2), (2, 1), (1, 0)):
+        found = json.loads(run("report", written(run_of_skips), "--json", "--last", last)[1])
+        assert (found["saves"], found["skipped"]) == (last, expected)
+    again = {"save_id": "cd-1", "iteration": 3, "started_at": 1e9 + 60}
+    assert [skip.iteration for skip in read_reports([written([*run_of_skips, SAVES[0] | again])]).skips] == [
+        5
+    ]
+    assert "only of other events: skip" in " ".join(run("report", written(skips))[2].split())

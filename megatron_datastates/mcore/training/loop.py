@@ -327,6 +327,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     `train` itself, under the number of the iteration before it. Whether a signal or --exit-duration-in-mins
     ends the run in that very iteration is not known yet (`wrap_decision`).
     """
+    from megatron_datastates.pipeline.report import skip_report
     from megatron_datastates.pipeline.saver_pool import saver_for
 
     global _skipped
@@ -341,7 +342,8 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     is_due = any(interval and iteration % interval == 0 for interval in intervals)
     if is_last or not is_due:
         return False
-    unfinished = saver_for(options).unfinished_save()
+    saver = saver_for(options)
+    unfinished = saver.unfinished_save()
     if unfinished is None:
         return False
     _skipped += 1
@@ -353,6 +355,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
             unfinished,
             _skipped,
         )
+        saver.reporter.write_later(skip_report(iteration, unfinished))
     return True
 
 
