@@ -16,7 +16,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import BACKEND
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import parameters_of
 
 MANAGER = "megatron_datastates.mcore.bridge.CheckpointManager"
 _SAVE = "save_checkpoint_and_time"
@@ -69,32 +69,24 @@ def enable_saving() -> None:
         programs.take_over(Options.from_environment(), is_training, how)
 
 
-def wrap_finalize(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_finalize(original: Callable[..., Any], self: Any) -> None:
     """Wraps `CheckpointConfig.finalize`, which runs before Bridge looks at the name of the format.
 
     Bridge requires its worker process for asynchronous saves; ours need none, so none is started.
     """
-
-    def finalize(self: Any) -> None:
-        if not adopt(self):
-            original(self)
-            return
-        self.use_persistent_ckpt_worker = True
+    if not adopt(self):
         original(self)
-        self.use_persistent_ckpt_worker = False
+        return
+    self.use_persistent_ckpt_worker = True
+    original(self)
+    self.use_persistent_ckpt_worker = False
 
-    return finalize
 
-
-def wrap_create_checkpoint_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_create_checkpoint_manager(original: Callable[..., Any], checkpoint_config: Any) -> Any:
     """Wraps `create_checkpoint_manager`: our class, and nothing else of ours, is in Bridge's allow list."""
-
-    def create_checkpoint_manager(checkpoint_config: Any) -> Any:
-        if adopt(checkpoint_config):
-            _allow_manager()
-        return original(checkpoint_config)
-
-    return create_checkpoint_manager
+    if adopt(checkpoint_config):
+        _allow_manager()
+    return original(checkpoint_config)
 
 
 def _allow_manager() -> None:
@@ -105,50 +97,37 @@ def _allow_manager() -> None:
     target_allowlist.add_exact(MANAGER)
 
 
-def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `save_checkpoint`, which some programs call without a manager."""
-    parameters = Parameters(original)
+    call = parameters_of(original).of_call(args, kwargs)
+    if not adopt(call["state"].cfg.checkpoint):
+        return original(*args, **kwargs)
+    from megatron_datastates.mcore.training import device_cache
+    from megatron_datastates.pipeline.saving.held import trainer_held
 
-    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.of_call(args, kwargs)
-        if not adopt(call["state"].cfg.checkpoint):
-            return original(*args, **kwargs)
-        from megatron_datastates.mcore.training import device_cache
-        from megatron_datastates.pipeline.saving.held import trainer_held
-
-        enable_saving()
-        with trainer_held("save_checkpoint"), device_cache.saving(is_ours=_is_save_of_ours(call)):
-            return original(*args, **kwargs)
-
-    return save_checkpoint
-
-
-def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `load_checkpoint`, which compares the name of the format with what is in the directory."""
-    parameters = Parameters(original)
-
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        adopt(parameters.of_call(args, kwargs)["state"].cfg.checkpoint)
+    enable_saving()
+    with trainer_held("save_checkpoint"), device_cache.saving(is_ours=_is_save_of_ours(call)):
         return original(*args, **kwargs)
 
-    return load_checkpoint
+
+def wrap_load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wraps `load_checkpoint`, which compares the name of the format with what is in the directory."""
+    adopt(parameters_of(original).of_call(args, kwargs)["state"].cfg.checkpoint)
+    return original(*args, **kwargs)
 
 
-def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `train`, Bridge's own loop."""
     from megatron_datastates.mcore.training.device_cache import forget_saves
 
-    def train(*args: Any, **kwargs: Any) -> Any:
-        global _loops
-        _attach_to_loop(sys.modules.get(original.__module__))
-        _loops += 1
-        forget_saves()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _loops -= 1
-
-    return train
+    global _loops
+    _attach_to_loop(sys.modules.get(original.__module__))
+    _loops += 1
+    forget_saves()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _loops -= 1
 
 
 def _attach_to_loop(module: Any) -> None:

@@ -197,16 +197,17 @@ def saving(is_ours: bool) -> Iterator[None]:
         _is_ours = before
 
 
-def wrap_maybe_save_dataloader_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_maybe_save_dataloader_state(
+    original: Callable[..., Any],
+    train_iterator: Any,
+    iteration: int,
+    dataloader_save_path: str | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Wraps `maybe_save_dataloader_state`: in a save of ours the position joins the checkpoint."""
-
-    def maybe_save_dataloader_state(
-        train_iterator: Any, iteration: int, dataloader_save_path: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not _is_ours:
-            return original(train_iterator, iteration, dataloader_save_path, *args, **kwargs)
-        if dataloader_save_path:
-            LOOP.note_iterator(train_iterator)
-        return None
-
-    return maybe_save_dataloader_state
+    if not _is_ours:
+        return original(train_iterator, iteration, dataloader_save_path, *args, **kwargs)
+    if dataloader_save_path:
+        LOOP.note_iterator(train_iterator)
+    return None

@@ -53,52 +53,40 @@ def _unread_before(original: Callable[..., Any]) -> Callable[..., Any]:
     return unread_before
 
 
-def wrap_unmap(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_unmap(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps a function that unmaps device memory; which tensors lie in it is unknown, so it waits for all."""
-
-    def unmap(*args: Any, **kwargs: Any) -> Any:
-        FENCE.note_free()
-        FENCE.wait_until_unread()
-        return original(*args, **kwargs)
-
-    return unmap
+    FENCE.note_free()
+    FENCE.wait_until_unread()
+    return original(*args, **kwargs)
 
 
-def wrap_optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_optimizer_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps `step` of Megatron's own optimizers: checks that torch's pre-step hook fired, then fences.
 
     If a step succeeded without a fence before it, the hook did not fire: a save that was reading then fails
     rather than being published torn. The fence at the end also covers a skipped step, and one without
     parameters on this rank: clip_qk rewrites weights after it.
     """
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if result[0] and not getattr(self, "is_stub_optimizer", False):
-            FENCE.witness_mutation(f"{type(self).__name__} stepped without its inner optimizer's fence")
-        FENCE.wait("the end of the optimizer step")
-        return result
-
-    return step
+    result = original(self, *args, **kwargs)
+    if result[0] and not getattr(self, "is_stub_optimizer", False):
+        FENCE.witness_mutation(f"{type(self).__name__} stepped without its inner optimizer's fence")
+    FENCE.wait("the end of the optimizer step")
+    return result
 
 
-def _fenced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a wrapper that fences before each call, for functions that change or free memory themselves."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def fenced(*args: Any, **kwargs: Any) -> Any:
-            if not _is_capturing():
-                FENCE.wait(reason)
-            return original(*args, **kwargs)
-
-        return fenced
-
-    return wrap
+def _wrap_fenced(reason: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wraps a function that changes or frees memory itself: fences before each call."""
+    if not _is_capturing():
+        FENCE.wait(reason)
+    return original(*args, **kwargs)
 
 
-wrap_offload = _fenced("offloading")  # resizes storages to zero bytes, or refills them
-wrap_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
-wrap_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
+wrap_offload = functools.partial(
+    _wrap_fenced, "offloading"
+)  # resizes storages to zero bytes, or refills them
+wrap_graph_replay = functools.partial(_wrap_fenced, "the optimizer's CUDA graph")  # which runs no hooks
+# Into ranks whose own optimizer may be empty.
+wrap_gather = functools.partial(_wrap_fenced, "the gathering of parameters")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

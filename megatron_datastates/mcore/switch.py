@@ -14,31 +14,27 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import SWITCH, is_switched_on
-from megatron_datastates.mcore.hooks.calls import SAVES, Parameters
+from megatron_datastates.mcore.hooks.calls import SAVES, parameters_of
 
 logger = logging.getLogger(__name__)
 # Our strategies, by those that they replace; one replaces all that programs leave to Megatron.
 _replacements: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `dist_checkpointing.save`: with the switch, or `enable`, what torch_dist would store is ours."""
-    parameters = Parameters(original)
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        SAVES.calls += 1
-        is_on = is_switched_on()
-        if not is_on and not _is_enabled():
-            return original(*args, **kwargs)
-        call = parameters.of_call(args, kwargs)
-        if is_on and "://" in str(call["checkpoint_dir"]):
-            _warn_of_object_stores(str(call["checkpoint_dir"]))
-            return original(*args, **kwargs)
-        strategy = _ours(call.get("sharded_strategy"))
-        args, kwargs = parameters.replaced(args, kwargs, "sharded_strategy", strategy)
+    SAVES.calls += 1
+    is_on = is_switched_on()
+    if not is_on and not _is_enabled():
         return original(*args, **kwargs)
-
-    return save
+    parameters = parameters_of(original)
+    call = parameters.of_call(args, kwargs)
+    if is_on and "://" in str(call["checkpoint_dir"]):
+        _warn_of_object_stores(str(call["checkpoint_dir"]))
+        return original(*args, **kwargs)
+    strategy = _ours(call.get("sharded_strategy"))
+    args, kwargs = parameters.replaced(args, kwargs, "sharded_strategy", strategy)
+    return original(*args, **kwargs)
 
 
 def _is_enabled() -> bool:

@@ -285,7 +285,7 @@ def found_by_load(iteration: int) -> Any:
         return iteration, 0
 
     try:
-        return wrap_load_checkpoint(original)()
+        return wrap_load_checkpoint(original)
     except DataStatesError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -332,10 +332,10 @@ def look_at_format(root: str, folder: str) -> None:
         return "torch_dist"
 
     def original(load_dir: str, args: object, rank0: bool) -> str:
-        return str(wrap_get_checkpoint_format(format_of)(load_dir, args))
+        return str(wrap_get_checkpoint_format(format_of, load_dir, args))
 
     with opened(in_training_loop=True, directory=None):
-        error = failure_of(lambda: wrap_load_base_checkpoint(original)(root, args, True))
+        error = failure_of(lambda: wrap_load_base_checkpoint(original, root, args, True))
     report(folder, error=error)
 
 

@@ -14,8 +14,8 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import _missing, replace, replaced
 
 
-def hook(original: Callable[[int], int]) -> Callable[[int], int]:
-    return lambda value: 10 * original(value)
+def hook(original: Callable[[int], int], value: int) -> int:
+    return 10 * original(value)
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_a_method_that_is_inherited_has_the_hook_of_its_class() -> None:
         def f(self, value: int) -> int:
             return value + 2
 
-    def method(original: Callable[..., int]) -> Callable[..., int]:
-        return lambda self, value: 10 * original(self, value)
+    def method(original: Callable[..., int], self: Base, value: int) -> int:
+        return 10 * original(self, value)
 
     for owner in (Base, Inherits, Own):
         replace(owner, "f", method)

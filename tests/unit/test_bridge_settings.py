@@ -1,5 +1,6 @@
 """Settings of Megatron-Bridge that select our format, with a config that has Bridge's fields and rules."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ class Config:
 
 @pytest.fixture
 def finalize() -> Any:
-    return bridge.wrap_finalize(Config.finalize)
+    return functools.partial(bridge.wrap_finalize, Config.finalize)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_settings_that_contradict_each_other_are_refused(finalize: Any) -> None:
 
 def test_saves_are_lazy_only_while_the_loop_of_bridge_runs() -> None:
     assert not bridge.is_training()
-    assert bridge.wrap_train(bridge.is_training)()
+    assert bridge.wrap_train(bridge.is_training)
     with pytest.raises(ZeroDivisionError):
-        bridge.wrap_train(lambda: 1 // 0)()
+        bridge.wrap_train(lambda: 1 // 0)
     assert not bridge.is_training()

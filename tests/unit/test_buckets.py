@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,9 @@ class Optimizer:
 
 def carried(optimizer: Optimizer, model: dict[str, Any], replica: int = 0, **how: Any) -> Any:
     """Returns (key, text) of the map that goes with a state, or None."""
-    hooked = wrap_sharded_param_state_dp_reshardable(lambda self, *args, **kwargs: self.state(replica))
+    hooked = functools.partial(
+        wrap_sharded_param_state_dp_reshardable, lambda self, *args, **kwargs: self.state(replica)
+    )
     return carried_map(hooked(optimizer, model, **how)["per_bucket_numel"])
 
 

@@ -61,7 +61,7 @@ def saved_with(monkeypatch, args: argparse.Namespace) -> list[int]:
     for module in (global_vars, checkpointing):
         monkeypatch.setattr(module, "get_args", lambda: args)
     seen: list[int] = []
-    loop.wrap_save_checkpoint(lambda iteration: seen.append(iteration))(7)
+    loop.wrap_save_checkpoint(lambda iteration: seen.append(iteration), 7)
     return seen
 
 
@@ -124,9 +124,9 @@ def test_what_cannot_be_made_ours_raises(monkeypatch, enabled):
 def test_the_deprecated_flag_is_refused():
     """Megatron ignores it, and would save torch_dist."""
     with pytest.raises(OptionError, match="use --ckpt-format datastates"):
-        loop.wrap_validate_args(lambda args: args)(namespace(dist_ckpt_format_deprecated="datastates"))
+        loop.wrap_validate_args(lambda args: args, namespace(dist_ckpt_format_deprecated="datastates"))
     args = namespace(dist_ckpt_format_deprecated="torch_dist")
-    assert loop.wrap_validate_args(lambda args: args)(args) is args
+    assert loop.wrap_validate_args(lambda args: args, args) is args
 
 
 @pytest.mark.parametrize(
@@ -344,10 +344,10 @@ def arguments_of_the_loop(monkeypatch):
 
 
 def test_lazy_is_for_megatrons_own_loop(arguments_of_the_loop):
-    strategy = loop.wrap_save_strategy(object)("torch_dist", 1)
+    strategy = loop.wrap_save_strategy(object, "torch_dist", 1)
     assert isinstance(strategy, TrainingSaveStrategy)
     during: list[bool] = []
-    loop.wrap_train(lambda: during.append(strategy.is_lazy()))()
+    loop.wrap_train(lambda: during.append(strategy.is_lazy()))
     assert during == [True]
     assert not strategy.is_lazy() and strategy.classifier() is nothing_promised
 
@@ -357,7 +357,7 @@ def test_a_loop_that_raises_is_over(arguments_of_the_loop):
         raise KeyError
 
     with pytest.raises(KeyError):
-        loop.wrap_train(train)()
+        loop.wrap_train(train)
     assert not loop.is_training()
 
 
@@ -369,7 +369,7 @@ def test_a_loop_that_is_interrupted_as_it_begins_does_not_run(arguments_of_the_l
 
     monkeypatch.setattr(device_cache, "forget_saves", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        loop.wrap_train(lambda: None)()
+        loop.wrap_train(lambda: None)
     monkeypatch.undo()
     assert not loop.is_training()
 

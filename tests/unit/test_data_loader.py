@@ -244,7 +244,7 @@ def load_checkpoint(loop: LoopDataLoader, monkeypatch: pytest.MonkeyPatch) -> Ca
     def call(load_arg: str = "load", *, finetune: bool = False) -> Any:
         arguments = types.SimpleNamespace(finetune=finetune)
         monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
-        return loads.wrap_load_checkpoint(lambda load_arg="load": (0, 0))(load_arg=load_arg)
+        return loads.wrap_load_checkpoint(lambda load_arg="load": (0, 0), load_arg=load_arg)
 
     return call
 
@@ -277,7 +277,7 @@ def test_a_release_is_no_run_to_resume(
         assert state.current().restores_providers() == is_resume
         return 0, 0
 
-    loads.wrap_load_checkpoint(original)()
+    loads.wrap_load_checkpoint(original)
     assert bool(noted) == is_resume, "what follows a release has no ancestor"
 
 

@@ -1,5 +1,6 @@
 """Device memory that torch has cached is released before the first save of a process, and no later one."""
 
+import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ class Loop:
         self.fails = False
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.released.append(self.moment))
         monkeypatch.setattr(device_cache, "_has_saved", False)
-        self.save = device_cache.wrap_save_and_time(self._save_and_time, self._is_ours)
+        self.save = functools.partial(
+            device_cache.wrap_save_and_time, self._save_and_time, is_ours=self._is_ours
+        )
 
     def _is_ours(self, call: Mapping[str, Any]) -> bool:
         assert call == {"iteration": 7}
@@ -83,7 +86,7 @@ def test_a_save_that_is_left_out_leaves_torch_as_it_was(
     """As with `--datastates-while-saving skip`: save_checkpoint returns at once."""
     loop, original = make_loop(), torch.cuda.empty_cache
     loop.saved()
-    device_cache.wrap_save_and_time(lambda: torch.cuda.empty_cache(), lambda call: True)()
+    device_cache.wrap_save_and_time(lambda: torch.cuda.empty_cache(), is_ours=lambda call: True)
     assert torch.cuda.empty_cache is original and loop.released == ["before", "within", "after"]
 
 
@@ -110,9 +113,9 @@ def test_the_loop_of_bridge_is_wrapped_where_it_has_this_function(
         return loop.released
 
     train.__module__ = "a loop"
-    assert bridge_settings.wrap_train(train)() == ["another format"]
+    assert bridge_settings.wrap_train(train) == ["another format"]
     config.ckpt_format = "datastates"
-    assert bridge_settings.wrap_train(train)() == ["another format"]
+    assert bridge_settings.wrap_train(train) == ["another format"]
 
 
 def test_a_new_loop_in_the_same_process_begins_anew(make_loop: Callable[..., Loop]) -> None:

@@ -40,7 +40,7 @@ class Run:
         flip(file, file.stat().st_size // 8)
 
     def load(self) -> Any:
-        return loads.wrap_load_checkpoint(self._load_checkpoint)()
+        return loads.wrap_load_checkpoint(self._load_checkpoint)
 
     def _load_checkpoint(self) -> tuple[int, int]:
         self.chosen.append(self.args.ckpt_step)

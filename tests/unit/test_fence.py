@@ -98,7 +98,7 @@ def test_memory_is_freed_once_no_save_reads_it(fence: Fence, free: Any) -> None:
 def test_memory_is_unmapped_once_no_save_reads_any(fence: Fence) -> None:
     save, seen = reading(fence), list[Any]()
     before = fence.frees or 0
-    fences.wrap_unmap(lambda: seen.extend(save.asked))()
+    fences.wrap_unmap(lambda: seen.extend(save.asked))
     assert seen == ["copies"] and fence.frees == before + 1
 
 
@@ -119,7 +119,7 @@ def test_a_step_without_its_optimizers_fence_fails_the_saves(
         is_stub_optimizer = is_stub
 
     save = reading(fence)
-    fences.wrap_optimizer_step(lambda self: (has_stepped, None, None))(Optimizer())
+    fences.wrap_optimizer_step(lambda self: (has_stepped, None, None), Optimizer())
     assert save.asked == ["torn" if has_stepped and not is_stub else "fence"]
 
 

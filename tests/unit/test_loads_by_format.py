@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -57,7 +58,7 @@ def test_a_load_of_another_format_waits_for_lazy_saves_of_the_memory_that_it_fil
     state = torch.arange(float(1 << 20))
     before = state.clone()
     handle = ds.async_save({"w": state}, tmp_path / "lazy", lazy=True, lazy_delay=0.5, **SMALL)
-    by_format.wrap_torch_dist_load(lambda *_: state.fill_(5.0))(None, {}, tmp_path)
+    by_format.wrap_torch_dist_load(lambda *_: state.fill_(5.0), None, {}, tmp_path)
     handle.wait()
     assert torch.equal(ds.load(tmp_path / "lazy")["w"], before)
 
@@ -74,7 +75,7 @@ def test_megatron_does_not_list_a_directory_of_ours_to_find_its_format(ours, mon
     monkeypatch.setattr(os, "listdir", unexpected)
     monkeypatch.setattr(os, "scandir", unexpected)
     with state.opened(directory=None) as load:
-        assert wrap_get_checkpoint_format(unexpected)(str(ours), Namespace()) == "torch_dist"
+        assert wrap_get_checkpoint_format(unexpected, str(ours), Namespace()) == "torch_dist"
         assert load.directory == str(ours)
 
 
@@ -108,11 +109,11 @@ def test_without_metadata_json_the_manifest_decides(ours, tmp_path):
 
 def test_a_config_that_megatron_found_is_kept(ours):
     config = CheckpointingConfig("torch_dist", 1)
-    assert by_format.wrap_maybe_load_config(lambda directory: config)(str(ours)) is config
+    assert by_format.wrap_maybe_load_config(lambda directory: config, str(ours)) is config
 
 
 def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
-    load_config = by_format.wrap_maybe_load_config(lambda directory: None)
+    load_config = functools.partial(by_format.wrap_maybe_load_config, lambda directory: None)
     assert load_config(str(ours)) == CheckpointingConfig("datastates", 1)
     assert load_config(str(tmp_path)) is None
     assert load_config("") is None
@@ -171,21 +172,21 @@ def test_megatron_is_not_sent_into_a_metadata_json_that_is_no_document(ours, tmp
 
     published = Path(shutil.copytree(ours, tmp_path / "c"))
     put(published / "metadata.json")
-    assert by_format.wrap_maybe_load_config(original)(str(published)) == CheckpointingConfig("datastates", 1)
+    assert by_format.wrap_maybe_load_config(original, str(published)) == CheckpointingConfig("datastates", 1)
 
 
 def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
     def original(self_or_directory, *args, **kwargs):
         return "original", self_or_directory, args, kwargs
 
-    assert by_format.wrap_get_filesystem_reader(original)(tmp_path, 1, x=2) == (
+    assert by_format.wrap_get_filesystem_reader(original, tmp_path, 1, x=2) == (
         "original",
         tmp_path,
         (1,),
         {"x": 2},
     )
-    assert by_format.wrap_load_common(original)(tmp_path) == ("original", tmp_path, (), {})
-    loaded = by_format.wrap_torch_dist_load(original)("self", {}, tmp_path, 1, x=2)
+    assert by_format.wrap_load_common(original, tmp_path) == ("original", tmp_path, (), {})
+    loaded = by_format.wrap_torch_dist_load(original, "self", {}, tmp_path, 1, x=2)
     assert loaded == ("original", "self", ({}, tmp_path, 1), {"x": 2})
 
 
@@ -194,12 +195,12 @@ def unreachable(*args, **kwargs):
 
 
 def test_ours_go_to_our_reader(ours):
-    reader = by_format.wrap_get_filesystem_reader(unreachable)(str(ours))
+    reader = by_format.wrap_get_filesystem_reader(unreachable, str(ours))
     assert reader.checkpoint.directory == ours
 
 
 def test_common_state_is_read_without_torch_distributed(ours):
-    assert by_format.wrap_load_common(unreachable)(str(ours)) == {"iteration": 7}
+    assert by_format.wrap_load_common(unreachable, str(ours)) == {"iteration": 7}
 
 
 def test_errors_of_ours_are_megatrons(ours, tmp_path):
@@ -208,20 +209,20 @@ def test_errors_of_ours_are_megatrons(ours, tmp_path):
     with pytest.raises(CheckpointingException, match=str(broken)):
         open_checkpoint(broken)
     with pytest.raises(CheckpointingException, match=str(broken)):
-        by_format.wrap_load_common(unreachable)(broken)
+        by_format.wrap_load_common(unreachable, broken)
 
 
 def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
     for value in (1, 2, 3):
         ds.save({COMMON_STATE_KEY: [{"value": value}]}, tmp_path / "c", **SMALL)
         for _ in range(2):
-            assert by_format.wrap_load_common(unreachable)(tmp_path / "c") == {"value": value}
+            assert by_format.wrap_load_common(unreachable, tmp_path / "c") == {"value": value}
 
 
 def test_a_published_directory_without_common_state_says_so(tmp_path):
     ds.save({"w": torch.ones(1)}, tmp_path / "c", **SMALL)
     with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
-        by_format.wrap_load_common(unreachable)(tmp_path / "c")
+        by_format.wrap_load_common(unreachable, tmp_path / "c")
 
 
 @pytest.mark.parametrize("stored", [[[1]], [], {"a": 1}, [1, 2]])
@@ -256,7 +257,7 @@ def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
     extras = PublicationExtras(other_files=("common.pt",))
     saver.start(tmp_path / "c", State({"w": torch.ones(1)}), extras=extras).wait()
     saver.close()
-    load = by_format.wrap_load_common(unreachable)
+    load = functools.partial(by_format.wrap_load_common, unreachable)
     assert load(tmp_path / "c") == {"iteration": 9}
     torch.save({"iteration": 8}, tmp_path / "c" / "common.pt")
     with pytest.raises(CheckpointingException, match=r"common.pt is not the file that was saved"):
@@ -346,7 +347,7 @@ def test_the_first_of_several_problems_is_reported(ours):
 
 
 def test_a_load_that_does_not_fit_never_begins(ours):
-    load = by_format.wrap_torch_dist_load(unreachable)
+    load = functools.partial(by_format.wrap_torch_dist_load, unreachable)
     with pytest.raises(CheckpointingException, match=f"{ours}: there is no tensor 'a'"):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
 
@@ -376,7 +377,7 @@ def test_a_model_asks_for_its_own_buckets_where_a_checkpoint_has_all_of_them(
     stored = Namespace(**saved)
     monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: Namespace(**own))
     content = {"distrib_optim_sharding_type": "dp_reshardable"}
-    load_content_metadata = wrap_load_content_metadata(lambda **_: content)
+    load_content_metadata = functools.partial(wrap_load_content_metadata, lambda **_: content)
     with state.opened(in_training_loop=True, directory=str(tmp_path / "c")):
         found = load_content_metadata(preloaded_state_dict={"args": stored})
     assert (found["distrib_optim_sharding_type"] == "fully_reshardable") is is_asked

@@ -95,5 +95,5 @@ def test_a_local_checkpoint_of_other_sizes_is_not_said_to_lack_a_map(monkeypatch
         raise RuntimeError(f"(TP, PP) mismatch: {loads._REFUSAL}")
 
     with pytest.raises(RuntimeError, match="leave out --non-persistent-ckpt-type") as found:
-        loads.wrap_load_checkpoint(original)()
+        loads.wrap_load_checkpoint(original)
     assert "None" not in str(found.value) and "optimizer map" not in str(found.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import shutil
 import signal
@@ -578,14 +579,14 @@ def test_megatrons_loop_ends_drains_before_the_interpreter_ends(monkeypatch: pyt
         "megatron_datastates.pipeline.saver_pool.finish_objects", lambda: calls.append("drained")
     )
     monkeypatch.setattr(loop, "_require_restored_data", lambda iterator: None)
-    last_call = loop.wrap_last_call(lambda *args, **kwargs: calls.append("finalized"))
+    last_call = functools.partial(loop.wrap_last_call, lambda *args, **kwargs: calls.append("finalized"))
 
     def train(train_data_iterator: object) -> None:
         last_call(blocking=True, terminate=True)  # as it does: a last save may follow in `pretrain`
         sys.exit(train_data_iterator)
 
     with pytest.raises(SystemExit):
-        loop.wrap_train(train)(0)
+        loop.wrap_train(train, 0)
     assert calls == ["finalized", "drained"]
     last_call(blocking=False)
     assert calls[2:] == ["finalized"]

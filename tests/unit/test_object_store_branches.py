@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_a_damaged_tracker_is_not_taken_for_an_older_checkpoint_while_the_newest
     store.fail(f"HEAD .*iter_0000010/{MANIFEST_NAME}", UNAVAILABLE)
     with pytest.raises(StorageError, match=f"{job.directory(10)}/{MANIFEST_NAME} cannot be looked at: "):
         resumable(job.run)
-    read = wrap_read_metadata(lambda name: Path(name).read_text())
+    read = functools.partial(wrap_read_metadata, lambda name: Path(name).read_text())
     with pytest.raises(OSError, match="status_code: 503"):
         read(str(job.run / TRACKER_NAME))
     store.heal()

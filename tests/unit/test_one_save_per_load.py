@@ -63,7 +63,7 @@ def test_the_checkpoint_that_a_training_loop_has_loaded_does_not_stay_in_memory(
         return 0, 0
 
     monkeypatch.setattr(loads, "_options", Options)
-    assert loads.wrap_load_checkpoint(original)() == (0, 0)
+    assert loads.wrap_load_checkpoint(original) == (0, 0)
     gc.collect()
     assert found[0]() is None
 

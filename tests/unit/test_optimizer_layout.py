@@ -449,7 +449,7 @@ def test_metadata_json_is_opened_until_the_checkpoint_is(
     monkeypatch.setattr(builtins, "open", functools.partial(counted, call=files))
     with state.opened():
         if in_training_loop:
-            assert wrap_get_checkpoint_format(None)(directory, None) == "torch_dist"  # type: ignore[arg-type]
+            assert wrap_get_checkpoint_format(None, directory, None) == "torch_dist"  # type: ignore[arg-type]
             assert dist_checkpointing.check_is_distributed_checkpoint(directory)
         dist_checkpointing.load(asked, directory)
     assert [Path(path).name for path in opened].count(METADATA_NAME) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -46,7 +47,7 @@ class Optimizer:
 
 
 def request(param: torch.Tensor, item: ShardedTensor) -> Any:
-    made = wrap_sharded_state_dict(Optimizer.sharded_state_dict)
+    made = functools.partial(wrap_sharded_state_dict, Optimizer.sharded_state_dict)
     return made(Optimizer(param), {"w": item}, is_loading=True)["param_state"]
 
 

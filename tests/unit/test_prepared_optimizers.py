@@ -5,7 +5,6 @@ tests/e2e/test_prepared_optimizers.py.
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from megatron_datastates.mcore.hooks.attach import replace
 from megatron_datastates.mcore.save import prepared, thin_states
 from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
@@ -411,9 +411,10 @@ def test_nothing_is_left_behind_when_making_a_state_dict_fails() -> None:
 
 def test_our_own_hook_of_an_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "sharded_param_state_dp_reshardable"
-    original = getattr(DistributedOptimizer, name)
-    hooked = functools.wraps(original)(wrap_sharded_param_state_dp_reshardable(original))
-    monkeypatch.setattr(DistributedOptimizer, name, hooked)
+    monkeypatch.setattr(
+        DistributedOptimizer, name, getattr(DistributedOptimizer, name)
+    )  # comes back at the end
+    replace(DistributedOptimizer, name, wrap_sharded_param_state_dp_reshardable)
     optimizer = distributed(make_model())
     assert optimizers_in(optimizer) == [optimizer]
 

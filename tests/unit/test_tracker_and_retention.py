@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import gc
 import inspect
 import logging
@@ -46,14 +47,14 @@ def root(tmp_path):
 def read(root: Path, text: str) -> str:
     """Returns what Megatron reads where the tracker says `text`."""
     (root / TRACKER_NAME).write_text(text)
-    return tracker_recovery.wrap_read_metadata(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
+    return tracker_recovery.wrap_read_metadata(lambda name: Path(name).read_text(), str(root / TRACKER_NAME))
 
 
 def deleted(root: Path, iteration: int) -> bool:
     """Returns whether retention's deletion of an iteration is let through."""
     asked: list[int] = []
-    retention.wrap_async_delete_checkpoint_impl(lambda path, number: asked.append(number))(
-        str(root), iteration
+    retention.wrap_async_delete_checkpoint_impl(
+        lambda path, number: asked.append(number), str(root), iteration
     )
     return asked == [iteration]
 
@@ -187,7 +188,7 @@ def test_retention_of_ours_deletes_nothing_through_a_link_and_nothing_incomplete
 def test_there_is_nothing_to_clean_up_or_to_log_before_the_first_save(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)(str(root / "new"), 1)
+    retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None, str(root / "new"), 1)
     assert caplog.text == ""
 
 
@@ -197,7 +198,7 @@ def test_nothing_is_cleaned_up_while_the_tracker_cannot_be_read(
     def fail(*args: Any) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    clean_up = retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)
+    clean_up = functools.partial(retention.wrap_cleanup_old_non_persistent_checkpoint, lambda *args: None)
     with monkeypatch.context() as broken:
         broken.setattr(tracker, "read_regular", fail)
         clean_up(str(root), 1)
@@ -214,7 +215,7 @@ def test_without_a_thread_a_cleanup_deletes_all_the_same(root: Path, monkeypatch
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)(str(root), 1, do_async=True)
+    retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None, str(root), 1, do_async=True)
     assert not (root / "iter_0000100").exists() and retention._deletions == {}
 
 
@@ -228,7 +229,7 @@ def test_a_deletion_that_never_began_is_not_waited_for(
     arguments = SimpleNamespace(save=str(root), rank=1)
     monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
     monkeypatch.setattr(retention, "_deletions", {})
-    clean_up = retention.wrap_cleanup_old_non_persistent_checkpoint(lambda *args: None)
+    clean_up = functools.partial(retention.wrap_cleanup_old_non_persistent_checkpoint, lambda *args: None)
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(threading.Thread, "start", fail)
         clean_up(str(root), 1)
@@ -261,8 +262,9 @@ def test_a_deletion_takes_the_manifest_first(root: Path) -> None:
     left: list[list[str]] = []
     folder = root / "iter_0000100"
     (folder / "data").write_text("")
-    delete = retention.wrap_async_delete_checkpoint_impl(
-        lambda path, number: left.append(sorted(one.name for one in folder.iterdir()))
+    delete = functools.partial(
+        retention.wrap_async_delete_checkpoint_impl,
+        lambda path, number: left.append(sorted(one.name for one in folder.iterdir())),
     )
     delete(str(root), 100)
     assert left == [["data"]]
@@ -290,7 +292,7 @@ def test_the_garbage_collector_runs_during_a_deletion(root: Path, monkeypatch: p
     )
     original(str(root), 100)
     assert collects == [False], "as Megatron has it"
-    retention.wrap_async_delete_checkpoint_impl(original)(str(root), 100)
+    retention.wrap_async_delete_checkpoint_impl(original, str(root), 100)
     assert collects == [False, True]
 
 
@@ -336,7 +338,7 @@ def test_a_save_waits_while_retention_deletes_its_directory(
         assert goes_on.wait(10.0)
         is_over.append(True)
 
-    impl = retention.wrap_async_delete_checkpoint_impl(delete)
+    impl = functools.partial(retention.wrap_async_delete_checkpoint_impl, delete)
     thread = threading.Thread(target=impl, args=(str(root), 100))
     thread.start()
     assert begun.wait(10.0)
@@ -404,7 +406,7 @@ def test_retention_never_deletes_the_latest_checkpoint(root):
 def test_parser_of_an_unknown_release_is_left_alone(caplog):
     parser = argparse.ArgumentParser()
     with caplog.at_level(logging.WARNING):
-        assert arguments.wrap_add_checkpointing_args(lambda parser: parser)(parser) is parser
+        assert arguments.wrap_add_checkpointing_args(lambda parser: parser, parser) is parser
     assert "no --ckpt-format" in caplog.text
 
 
@@ -424,7 +426,7 @@ def test_a_misspelt_option_is_named_with_the_one_that_may_be_meant(given, said, 
         parser.add_argument("--ckpt-format", choices=["torch_dist"])
         return parser
 
-    parser = arguments.wrap_add_checkpointing_args(megatrons)(argparse.ArgumentParser(allow_abbrev=False))
+    parser = arguments.wrap_add_checkpointing_args(megatrons, argparse.ArgumentParser(allow_abbrev=False))
     with pytest.raises(SystemExit) as end:
         parser.parse_args(given)
     assert end.value.code == 2 and capsys.readouterr().err.endswith(f"{said}\n")

@@ -19,7 +19,7 @@ from megatron_datastates.config import is_switched_on
 from megatron_datastates.errors import HookPointError
 from megatron_datastates.mcore.hooks import versions
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrapper = Callable[..., Any]  # called in place of a function, which it gets before the arguments of the call
 _NO_FENCE = (
     ", so no fence can be attached: call megatron_datastates.fence() before unmapping device memory after a "
     "lazy save"
@@ -31,14 +31,18 @@ _NO_BRIDGE = (
 
 
 def replace(owner: Any, name: str, wrapper: Wrapper, everywhere: bool = True) -> None:
-    """Replaces owner.name by wrapper(owner.name), once; the original stays available as `__wrapped__`.
+    """Lets calls of owner.name be wrapper(owner.name, ...), once; the original stays its `__wrapped__`.
 
     With `everywhere`, also replaces it in modules that have imported it by name.
     """
     original = getattr(owner, name)
     if getattr(original, "_is_datastates_hook", False):
         return
-    replacement = functools.wraps(original)(wrapper(original))
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
     replacement._is_datastates_hook = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
     if everywhere and isinstance(owner, ModuleType):

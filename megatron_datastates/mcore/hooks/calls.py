@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,3 +58,9 @@ class Parameters:
         if at < len(args):
             return (*args[:at], value, *args[at + 1 :]), dict(kwargs)
         return args, {**kwargs, name: value}
+
+
+@functools.cache
+def parameters_of(function: Callable[..., Any]) -> Parameters:
+    """Returns the parameters of a hooked function; looks at each function once."""
+    return Parameters(function)

@@ -34,7 +34,7 @@ class Hook:
 
     module: str
     name: str
-    wrapper: str  # a function in mcore: original -> replacement
+    wrapper: str  # a function in mcore: (original, *args, **kwargs) -> the result of the call
     need: str = ""  # its purpose, if other hook points serve it too: then one of them must exist
     rebind: bool = True  # also in modules that have imported it by name
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.directory import SHARDING_KEY
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.save.buckets import CARRIER, ModelShards, describe_buckets
 from megatron_datastates.plan.boxes import Box
 from megatron_datastates.plan.strided import boxes_in_range
@@ -55,36 +55,33 @@ class OwnBuckets:
         return frozenset(item.key for item in self._named if getattr(item, "allow_shape_mismatch", False))
 
 
-def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_sharded_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `DistributedOptimizer.sharded_state_dict`: describes the run's own buckets in a load.
 
     Metadata with BY_OWN_BUCKETS asks for buckets, whatever sharding type it names.
     """
-    parameters = Parameters(original)
-
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.of_call(args, kwargs)
-        if not call.get("is_loading"):
-            return original(*args, **kwargs)
-        metadata = call.get("metadata") or {}
-        if metadata.get(BY_OWN_BUCKETS):
-            metadata = {**metadata, SHARDING_KEY: "dp_reshardable"}
-            args, kwargs = parameters.replaced(args, kwargs, "metadata", metadata)
-        state = original(*args, **kwargs)
-        if isinstance(state, dict) and isinstance(state.get("param_state"), dict):
-            _attach_own_buckets(call["self"], state["param_state"], call["model_sharded_state_dict"])
-        return state
-
-    return sharded_state_dict
+    parameters = parameters_of(original)
+    call = parameters.of_call(args, kwargs)
+    if not call.get("is_loading"):
+        return original(*args, **kwargs)
+    metadata = call.get("metadata") or {}
+    if metadata.get(BY_OWN_BUCKETS):
+        metadata = {**metadata, SHARDING_KEY: "dp_reshardable"}
+        args, kwargs = parameters.replaced(args, kwargs, "metadata", metadata)
+    state = original(*args, **kwargs)
+    if isinstance(state, dict) and isinstance(state.get("param_state"), dict):
+        _attach_own_buckets(call["self"], state["param_state"], call["model_sharded_state_dict"])
+    return state
 
 
-def wrap_load_parameter_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_parameter_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `DistributedOptimizer.load_parameter_state_from_dp_reshardable`, in any format.
 
     Without mixed precision, main parameters are views of the model's, which torch lets nobody write to while
     gradients are recorded. Megatron forgets that here, unlike in its loads of other sharding types.
     """
-    return torch.no_grad()(original)
+    with torch.no_grad():
+        return original(*args, **kwargs)
 
 
 def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:

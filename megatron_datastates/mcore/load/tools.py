@@ -26,49 +26,33 @@ def _reader(directory: str | Path) -> DataStatesReader:
     return DataStatesReader(open_checkpoint(directory))
 
 
-def wrap_dcp_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_dcp_read_metadata(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps `FileSystemReader.read_metadata`; our own reader, and Megatron's loads with it, override it."""
-
-    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self).pop(_READER, None)
-        if not is_ours(self.path):
-            return original(self, *args, **kwargs)
-        reader = vars(self)[_READER] = _reader(self.path)
-        return reader.read_metadata()
-
-    return read_metadata
+    vars(self).pop(_READER, None)
+    if not is_ours(self.path):
+        return original(self, *args, **kwargs)
+    reader = vars(self)[_READER] = _reader(self.path)
+    return reader.read_metadata()
 
 
-def wrap_dcp_read_data(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_dcp_read_data(original: Callable[..., Any], self: Any, plan: Any, planner: Any) -> Any:
     """Wraps `FileSystemReader.read_data`."""
-
-    def read_data(self: Any, plan: Any, planner: Any) -> Any:
-        # The one whose metadata the plan is made of: another save may have been published there meanwhile.
-        reader = vars(self).pop(_READER, None)
-        if reader is None and is_ours(self.path):
-            reader = _reader(self.path)
-        return original(self, plan, planner) if reader is None else reader.read_data(plan, planner)
-
-    return read_data
+    # The one whose metadata the plan is made of: another save may have been published there meanwhile.
+    reader = vars(self).pop(_READER, None)
+    if reader is None and is_ours(self.path):
+        reader = _reader(self.path)
+    return original(self, plan, planner) if reader is None else reader.read_data(plan, planner)
 
 
-def wrap_load_common_of_tools(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_common_of_tools(original: Callable[..., Any], checkpoint_dir: str | Path) -> Any:
     """Wraps the `load_common` that only tools still call."""
-
-    def load_common(checkpoint_dir: str | Path) -> Any:
-        return read_common_state(checkpoint_dir) if is_ours(checkpoint_dir) else original(checkpoint_dir)
-
-    return load_common
+    return read_common_state(checkpoint_dir) if is_ours(checkpoint_dir) else original(checkpoint_dir)
 
 
-def wrap_detect_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_detect_checkpoint_format(original: Callable[..., Any], load_dir: str) -> Any:
     """Wraps `detect_checkpoint_format`: the hybrid converter knows its own two formats only.
 
     It reads ours with the reader above, and by default writes the format that this returns.
     """
-
-    def detect_checkpoint_format(load_dir: str) -> Any:
-        found = original(load_dir)
-        return "torch_dist" if found == BACKEND else found
-
-    return detect_checkpoint_format
+    found = original(load_dir)
+    return "torch_dist" if found == BACKEND else found

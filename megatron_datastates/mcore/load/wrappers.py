@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.errors import some_of
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import Parameters, parameters_of
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
 from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
@@ -17,14 +17,10 @@ from megatron_datastates.pipeline.runs.runs import may_be_ours
 logger = logging.getLogger(__name__)
 
 
-def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `dist_checkpointing.load`."""
-    parameters = Parameters(original)
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        return _LoadCall(original, parameters, parameters.defaults | parameters.of_call(args, kwargs)).run()
-
-    return load
+    parameters = parameters_of(original)
+    return _LoadCall(original, parameters, parameters.defaults | parameters.of_call(args, kwargs)).run()
 
 
 class _LoadCall:
@@ -128,25 +124,22 @@ def _is_parallel(strategy: Any) -> bool:
     return parallel and len(ranks_of(strategy.parallelization_group)) > 1
 
 
-def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_validate_integrity_and_strict_load(
+    original: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wraps `validate_integrity_and_strict_load`, which receives the gathered metadata and may raise."""
-    parameters = Parameters(original)
-
-    def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        agreement = state.current().agreement
-        everyone = parameters.of_call((sharded_state_dict, *args), kwargs).get("global_metadata")
-        if agreement is not None:
-            agreement.begin(everyone)
-        try:
-            _warn_of_another_model(everyone)
-            return original(sharded_state_dict, *args, **kwargs)
-        except Exception as error:
-            if agreement is None or not agreement.is_parallel:
-                raise
-            agreement.fail(error)
-            return sharded_state_dict, set(), set()
-
-    return validate
+    agreement = state.current().agreement
+    everyone = parameters_of(original).of_call((sharded_state_dict, *args), kwargs).get("global_metadata")
+    if agreement is not None:
+        agreement.begin(everyone)
+    try:
+        _warn_of_another_model(everyone)
+        return original(sharded_state_dict, *args, **kwargs)
+    except Exception as error:
+        if agreement is None or not agreement.is_parallel:
+            raise
+        agreement.fail(error)
+        return sharded_state_dict, set(), set()
 
 
 def _warn_of_another_model(everyone: Any) -> None:
@@ -175,26 +168,18 @@ def _warn_of_another_model(everyone: Any) -> None:
         )
 
 
-def wrap_fully_parallel_load(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_fully_parallel_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `FullyParallelLoadStrategyWrapper.load`: after it, objects are exchanged as well as tensors."""
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        loaded = original(*args, **kwargs)
-        agreement = state.current().agreement
-        if agreement is not None:
-            agreement.end_exchange()
-        return loaded
-
-    return load
+    loaded = original(*args, **kwargs)
+    agreement = state.current().agreement
+    if agreement is not None:
+        agreement.end_exchange()
+    return loaded
 
 
-def wrap_exchange_by_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_exchange_by_distribution(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `exchange_by_distribution` in a fully parallel load; all ranks of the world call it."""
-
-    def exchange_by_distribution(*args: Any, **kwargs: Any) -> Any:
-        agreement = state.current().agreement
-        if agreement is not None:
-            agreement.begin_exchange()
-        return original(*args, **kwargs)
-
-    return exchange_by_distribution
+    agreement = state.current().agreement
+    if agreement is not None:
+        agreement.begin_exchange()
+    return original(*args, **kwargs)

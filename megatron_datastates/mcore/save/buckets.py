@@ -46,7 +46,14 @@ Named = tuple[str, Any]  # a name in a model's sharded state, and its ShardedTen
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
-def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_sharded_param_state_dp_reshardable(
+    original: Callable[..., Any],
+    self: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Wraps `DistributedOptimizer.sharded_param_state_dp_reshardable`: adds the map, and zeroes padding.
 
     The map is an attribute of an object that Megatron stores anyway. Only our saves look for it, so saves in
@@ -54,29 +61,20 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
     """
     from megatron_datastates.mcore.save import preparing  # which imports the native module
 
-    def sharded_param_state_dp_reshardable(
-        self: Any,
-        model_sharded_state_dict: Any,
-        is_loading: bool = False,
-        metadata: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        thin = None if is_loading else preparing.buckets_of(self)
-        if thin is not None:
-            return thin
-        state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
-        padding = _zero_padding(state)
-        carrier = state.get(CARRIER)
-        if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
-            try:
-                setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
-            except Exception as error:  # the state itself is complete: no reason to end the training
-                logger.warning("the checkpoint will have no optimizer map: %r", error)
-        if not is_loading:
-            preparing.note_buckets(self, state, padding)
-        return state
-
-    return sharded_param_state_dp_reshardable
+    thin = None if is_loading else preparing.buckets_of(self)
+    if thin is not None:
+        return thin
+    state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
+    padding = _zero_padding(state)
+    carrier = state.get(CARRIER)
+    if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
+        try:
+            setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
+        except Exception as error:  # the state itself is complete: no reason to end the training
+            logger.warning("the checkpoint will have no optimizer map: %r", error)
+    if not is_loading:
+        preparing.note_buckets(self, state, padding)
+    return state
 
 
 def _zero_padding(state: Any) -> list[torch.Tensor]:

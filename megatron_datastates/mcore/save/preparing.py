@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.prepared import Preparation, ThinSave
 from megatron_datastates.mcore.save.survey import gathers, optimizers_in
@@ -57,33 +57,29 @@ def saving(*, is_ours: bool, is_on: bool, is_constant: bool) -> Iterator[None]:
         _saving = before
 
 
-def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_generate_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `generate_state_dict`: returns a thin state dict if this save is prepared."""
-    parameters = Parameters(original)
+    if _saving is None:
+        return original(*args, **kwargs)
+    with trainer_held("state_dict"):
+        parameters = parameters_of(original)
+        call = parameters.of_call(args, kwargs)
+        _saving.model = call["model"]
 
-    def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
-        if _saving is None:
-            return original(*args, **kwargs)
-        with trainer_held("state_dict"):
-            call = parameters.of_call(args, kwargs)
-            _saving.model = call["model"]
+        def generate(models: list[Any]) -> Any:
+            others, named = parameters.replaced(args, kwargs, "model", models)
+            return original(*others, **named)
 
-            def generate(models: list[Any]) -> Any:
-                others, named = parameters.replaced(args, kwargs, "model", models)
-                return original(*others, **named)
-
-            must_agree = gathers(call["optimizer"])
-            thin = _generate_thin(generate, call, _saving, must_agree=must_agree)
-            if _all_ranks(thin is not None, must_agree or not _saving.is_constant):
-                return thin
-            if thin is not None:
-                _saving.obstacle = "another rank makes its state anew"
-            if _saving.thin is not None:
-                _saving.thin.release()
-                _saving.thin = None
-            return _generate_full(generate, call, _saving)
-
-    return generate_state_dict
+        must_agree = gathers(call["optimizer"])
+        thin = _generate_thin(generate, call, _saving, must_agree=must_agree)
+        if _all_ranks(thin is not None, must_agree or not _saving.is_constant):
+            return thin
+        if thin is not None:
+            _saving.obstacle = "another rank makes its state anew"
+        if _saving.thin is not None:
+            _saving.thin.release()
+            _saving.thin = None
+        return _generate_full(generate, call, _saving)
 
 
 def _generate_thin(

@@ -176,32 +176,24 @@ class DataStatesCaller:
         return finalize
 
 
-def wrap_schedule_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_schedule_async_request(original: Callable[..., Any], self: Any, async_request: Any) -> Any:
     """Wraps `AsyncCallsQueue.schedule_async_request`: our requests get our caller."""
-
-    def schedule_async_request(self: Any, async_request: Any) -> Any:
-        handle = async_request.async_fn
-        if not isinstance(handle, SaveHandle):
-            return original(self, async_request)
-        caller = DataStatesCaller(handle, async_request.finalize_fns, self)
-        self._get_async_caller = lambda: caller
-        try:
-            return original(self, async_request)
-        finally:
-            del self._get_async_caller
-
-    return schedule_async_request
+    handle = async_request.async_fn
+    if not isinstance(handle, SaveHandle):
+        return original(self, async_request)
+    caller = DataStatesCaller(handle, async_request.finalize_fns, self)
+    self._get_async_caller = lambda: caller
+    try:
+        return original(self, async_request)
+    finally:
+        del self._get_async_caller
 
 
-def wrap_close(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_close(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps `AsyncCallsQueue.close`: an aborted queue abandons our saves, which Megatron's own would not."""
-
-    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("abort", args[0] if args else False):
-            ours = [call for call in self.async_calls if isinstance(call.async_caller, DataStatesCaller)]
-            for call in ours:
-                call.async_caller.close(abort=True)
-                self.async_calls.remove(call)
-        return original(self, *args, **kwargs)
-
-    return close
+    if kwargs.get("abort", args[0] if args else False):
+        ours = [call for call in self.async_calls if isinstance(call.async_caller, DataStatesCaller)]
+        for call in ours:
+            call.async_caller.close(abort=True)
+            self.async_calls.remove(call)
+    return original(self, *args, **kwargs)

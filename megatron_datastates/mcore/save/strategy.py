@@ -250,25 +250,21 @@ def _metadata_json(config: Any) -> bytes:
 _near_directory: Path | None = None  # of the last synchronous save, if a near tier may hold it
 
 
-def wrap_save_config(original: Any) -> Any:
+def wrap_save_config(original: Any, config: Any, checkpoint_dir: str) -> None:
     """Wraps `save_config`, which writes metadata.json on rank 0 while all others wait in a barrier.
 
     Megatron calls it right after a synchronous save; our requests leave it out. Our save has already written
     the complete file, or failed on all ranks; an error here would leave the other ranks waiting.
     """
-
-    def save_config(config: Any, checkpoint_dir: str) -> None:
-        if config.sharded_backend == BACKEND:
-            content = _metadata_json(config)
-            directory = path_of(checkpoint_dir).absolute()
-            if directory == _near_directory:
-                return  # it belongs to a checkpoint that is not there yet, and --save may hang
-            with contextlib.suppress(OSError):
-                if read_regular(directory / METADATA_NAME, len(content)) == content:
-                    return
-        original(config, checkpoint_dir)
-
-    return save_config
+    if config.sharded_backend == BACKEND:
+        content = _metadata_json(config)
+        directory = path_of(checkpoint_dir).absolute()
+        if directory == _near_directory:
+            return  # it belongs to a checkpoint that is not there yet, and --save may hang
+        with contextlib.suppress(OSError):
+            if read_regular(directory / METADATA_NAME, len(content)) == content:
+                return
+    original(config, checkpoint_dir)
 
 
 def _iteration(sharded_state_dict: dict[str, Any], directory: Path) -> int | None:
@@ -278,43 +274,38 @@ def _iteration(sharded_state_dict: dict[str, Any], directory: Path) -> int | Non
     return iteration_in_name(directory.name)
 
 
-def wrap_fully_parallel_init(original: Any) -> Any:
+def wrap_fully_parallel_init(original: Any, self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps `FullyParallelSaveStrategyWrapper.__init__`: metadata.json has to name the inner backend."""
-
-    def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, strategy, *args, **kwargs)
-        if isinstance(strategy, DataStatesSaveStrategy):
-            self.backend, self.version = strategy.backend, strategy.version
-
-    return __init__
+    original(self, strategy, *args, **kwargs)
+    if isinstance(strategy, DataStatesSaveStrategy):
+        self.backend, self.version = strategy.backend, strategy.version
 
 
-def wrap_apply_saving_parallelization(original: Any) -> Any:
+# Strategies whose first save was checked.
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def wrap_apply_saving_parallelization(original: Any, self: Any, sharded_state_dict: Any) -> None:
     """Wraps `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`: checks only the first save.
 
     In a group of one rank there is no distribution to cache, so Megatron would exchange the metadata of all
     ranks in every save, although their structure is declared constant. A prepared save distributes nothing.
     """
-    checked: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> None:
-        mark = mark_of(sharded_state_dict)
-        if mark is not None and mark.thin is not None:
-            return  # the tensors are distributed as in the last full save
-        if self in checked and self.cached_distribution is None:
-            return
-        if not isinstance(self.base_strategy, DataStatesSaveStrategy):
-            original(self, sharded_state_dict)
-            return
-        with (
-            replaced(fully_parallel, _DETERMINE, _wrapped_determine()),
-            replaced(fully_parallel, _DISTRIBUTE, _wrapped_distribute()),
-        ):
-            original(self, sharded_state_dict)
-        if self.do_cache_distribution:
-            checked.add(self)
-
-    return apply_saving_parallelization
+    mark = mark_of(sharded_state_dict)
+    if mark is not None and mark.thin is not None:
+        return  # the tensors are distributed as in the last full save
+    if self in _checked and self.cached_distribution is None:
+        return
+    if not isinstance(self.base_strategy, DataStatesSaveStrategy):
+        original(self, sharded_state_dict)
+        return
+    with (
+        replaced(fully_parallel, _DETERMINE, _wrapped_determine()),
+        replaced(fully_parallel, _DISTRIBUTE, _wrapped_distribute()),
+    ):
+        original(self, sharded_state_dict)
+    if self.do_cache_distribution:
+        _checked.add(self)
 
 
 def _wrapped_determine() -> Callable[..., Any]:

@@ -42,32 +42,26 @@ class _FormatAction(argparse._StoreAction):
         setattr(namespace, self.dest, "torch_dist" if values == BACKEND else values)
 
 
-def wrap_add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_add_checkpointing_args(
+    original: Callable[..., Any], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
     """Wraps `_add_checkpointing_args`: adds our format and the `--datastates-*` options."""
-
-    def _add_checkpointing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = original(parser)
-        action = parser._option_string_actions.get("--ckpt-format")
-        if action is None:  # an unknown release: leave its parser alone
-            logger.warning(
-                "Megatron's parser has no --ckpt-format: --ckpt-format datastates is not available"
-            )
-            return parser
-        action.__class__ = _FormatAction
-        action.choices = [*(action.choices or ()), BACKEND]
-        action.help = (
-            action.help or ""
-        ) + " datastates: asynchronous, lazy, checksummed (megatron_datastates)."
-        group = parser.add_argument_group("datastates", "used with --ckpt-format datastates")
-        for name, spec in Options.specs().items():
-            flag = _PREFIX + name.replace("_", "-")
-            group.add_argument(
-                flag, type=_type(spec), metavar=spec.metavar, help=spec.help, default=argparse.SUPPRESS
-            )
-        _explain_misspelt(parser)
+    parser = original(parser)
+    action = parser._option_string_actions.get("--ckpt-format")
+    if action is None:  # an unknown release: leave its parser alone
+        logger.warning("Megatron's parser has no --ckpt-format: --ckpt-format datastates is not available")
         return parser
-
-    return _add_checkpointing_args
+    action.__class__ = _FormatAction
+    action.choices = [*(action.choices or ()), BACKEND]
+    action.help = (action.help or "") + " datastates: asynchronous, lazy, checksummed (megatron_datastates)."
+    group = parser.add_argument_group("datastates", "used with --ckpt-format datastates")
+    for name, spec in Options.specs().items():
+        flag = _PREFIX + name.replace("_", "-")
+        group.add_argument(
+            flag, type=_type(spec), metavar=spec.metavar, help=spec.help, default=argparse.SUPPRESS
+        )
+    _explain_misspelt(parser)
+    return parser
 
 
 def _explain_misspelt(parser: argparse.ArgumentParser) -> None:

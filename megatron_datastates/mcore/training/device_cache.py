@@ -16,25 +16,20 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import parameters_of
 
 _replaced: list[Callable[[], None]] = []  # torch.cuda.empty_cache, as long as it does nothing
 _has_saved = False
 
 
 def wrap_save_and_time(
-    original: Callable[..., Any], is_ours: Callable[[Mapping[str, Any]], bool]
-) -> Callable[..., Any]:
+    original: Callable[..., Any], *args: Any, is_ours: Callable[[Mapping[str, Any]], bool], **kwargs: Any
+) -> Any:
     """Wraps a loop's function that calls `save_checkpoint`; `is_ours` gets the arguments of a call."""
-    parameters = Parameters(original)
-
-    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-        if not _has_saved or not is_ours(parameters.of_call(args, kwargs)):
-            return original(*args, **kwargs)
-        with _kept():
-            return original(*args, **kwargs)
-
-    return save_checkpoint_and_time
+    if not _has_saved or not is_ours(parameters_of(original).of_call(args, kwargs)):
+        return original(*args, **kwargs)
+    with _kept():
+        return original(*args, **kwargs)
 
 
 def forget_saves() -> None:

@@ -26,7 +26,7 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
-from megatron_datastates.mcore.hooks.calls import Parameters
+from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_of_files
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
@@ -51,34 +51,29 @@ _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second in
 _REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # sizes that Megatron compares
 
 
-def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `load_checkpoint`, in any format: each may overwrite memory that a save is still reading."""
-    parameters = Parameters(original)
+    from megatron.training.checkpointing import print_rank_0
 
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training.checkpointing import print_rank_0
+    from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
-        from megatron_datastates.mcore.errors import MegatronLoadFailedError
-
-        FENCE.wait("a load")
-        purpose = parameters.of_call(args, kwargs).get("load_arg", "load")
-        load = functools.partial(_load, functools.partial(original, *args, **kwargs), purpose)
-        _expect_loader(purpose)
-        _recover_newest(purpose)
-        _require_chosen(purpose)
-        try:
-            return load()
-        except MegatronLoadFailedError as error:
-            if error.older is None:
-                raise
-            older = error.older
-            print_rank_0(f"  datastates: {error} It is loaded now (--datastates-on-damage fallback)")
-        gc.collect()  # what the failed load has made: its frames are in a cycle with its exception
-        _expect_loader(purpose)
-        with chosen(older), state.opened(is_fallback=True):
-            return load()
-
-    return load_checkpoint
+    FENCE.wait("a load")
+    purpose = parameters_of(original).of_call(args, kwargs).get("load_arg", "load")
+    load = functools.partial(_load, functools.partial(original, *args, **kwargs), purpose)
+    _expect_loader(purpose)
+    _recover_newest(purpose)
+    _require_chosen(purpose)
+    try:
+        return load()
+    except MegatronLoadFailedError as error:
+        if error.older is None:
+            raise
+        older = error.older
+        print_rank_0(f"  datastates: {error} It is loaded now (--datastates-on-damage fallback)")
+    gc.collect()  # what the failed load has made: its frames are in a cycle with its exception
+    _expect_loader(purpose)
+    with chosen(older), state.opened(is_fallback=True):
+        return load()
 
 
 def _load(original: Callable[[], Any], purpose: str) -> Any:
@@ -273,61 +268,55 @@ def _all_ranks_are_here(load: state.Load) -> bool:
     return load.failed_on_all_ranks or len(ranks_of()) == 1
 
 
-def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_base_checkpoint(
+    original: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+) -> Any:
     """Wraps `_load_base_checkpoint`, which with `rank0` reads arguments and common state.
 
     Ranks must agree on the outcome at once: Megatron's next collective calls depend on what was read.
     """
+    from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
-    def _load_base_checkpoint(
-        load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
-    ) -> Any:
-        from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
-        load = state.current()
-        if not rank0 or not load.in_training_loop or len(ranks_of()) == 1:
-            return original(load_dir, args, rank0, *rest, **kwargs)
-        load.directory = None
-        try:
-            result, error = original(load_dir, args, rank0, *rest, **kwargs), None
-        except Exception as raised:
-            result, error = None, raised
-        # A rank that cannot look into the directory does not see whose it is: the arguments say more.
-        if load.directory is not None and (is_selected(args) or may_be_ours(load.directory)):
-            agreement = Agreement(load.directory, None)
-            if error is not None:
-                agreement.fail(error)
-            agreement.settle()
+    load = state.current()
+    if not rank0 or not load.in_training_loop or len(ranks_of()) == 1:
+        return original(load_dir, args, rank0, *rest, **kwargs)
+    load.directory = None
+    try:
+        result, error = original(load_dir, args, rank0, *rest, **kwargs), None
+    except Exception as raised:
+        result, error = None, raised
+    # A rank that cannot look into the directory does not see whose it is: the arguments say more.
+    if load.directory is not None and (is_selected(args) or may_be_ours(load.directory)):
+        agreement = Agreement(load.directory, None)
         if error is not None:
-            raise error
-        return result
+            agreement.fail(error)
+        agreement.settle()
+    if error is not None:
+        raise error
+    return result
 
-    return _load_base_checkpoint
 
-
-def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_get_checkpoint_format(
+    original: Callable[..., Any], checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any
+) -> Any:
     """Wraps `_get_checkpoint_format`: a directory of ours is of torch_dist's kind to Megatron.
 
     One that DCP saved is of DCP's: Megatron would look for a common state, which only its own saves have. The
     original is not asked about ours: on each rank it lists the directory, which has a file of each rank.
     """
-
-    def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
-        if not is_ours(checkpoint_name):
-            try:
-                return original(checkpoint_name, args, *rest, **kwargs)
-            except (FileNotFoundError, NotImplementedError):
-                if may_be_ours(checkpoint_name):
-                    open_checkpoint(checkpoint_name)  # raises an error that says what is wrong
-                elif is_selected(args):
-                    require_there(path_of(checkpoint_name), _wanted(args))
-                raise
-        if not _is_of_dcp(checkpoint_name):
-            return TORCH_DIST
-        return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
-
-    return _get_checkpoint_format
+    state.current().directory = checkpoint_name  # what fails here, ranks are to agree on
+    if not is_ours(checkpoint_name):
+        try:
+            return original(checkpoint_name, args, *rest, **kwargs)
+        except (FileNotFoundError, NotImplementedError):
+            if may_be_ours(checkpoint_name):
+                open_checkpoint(checkpoint_name)  # raises an error that says what is wrong
+            elif is_selected(args):
+                require_there(path_of(checkpoint_name), _wanted(args))
+            raise
+    if not _is_of_dcp(checkpoint_name):
+        return TORCH_DIST
+    return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
 
 
 def _is_of_dcp(directory: str) -> bool:
@@ -338,26 +327,22 @@ def _is_of_dcp(directory: str) -> bool:
     return any(is_dcp_file_name(other.name) for other in others)
 
 
-def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_content_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `load_content_metadata`, from which `load_checkpoint` learns how optimizer state is stored.
 
     It refuses buckets of another TP or PP size, and knows no state of an optimizer that was not distributed.
     For a checkpoint of ours that has what another layout needs, the answer is a sharding type that it
     accepts, with a mark by which the optimizer asks for its own buckets (optimizer_request.py).
     """
+    metadata, load = original(*args, **kwargs), state.current()
+    if load.directory is None or not is_ours(load.directory):  # None outside of load_checkpoint
+        return metadata
+    from megatron_datastates.mcore.load.optimizer_request import BY_OWN_BUCKETS
 
-    def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
-        metadata, load = original(*args, **kwargs), state.current()
-        if load.directory is None or not is_ours(load.directory):  # None outside of load_checkpoint
-            return metadata
-        from megatron_datastates.mcore.load.optimizer_request import BY_OWN_BUCKETS
-
-        stored = kwargs.get("preloaded_state_dict") or {}
-        if not _asks_for_own_buckets(metadata, stored.get("args"), run_arguments(), load.directory):
-            return metadata
-        return {**(metadata or {}), SHARDING_KEY: "fully_reshardable", BY_OWN_BUCKETS: True}
-
-    return load_content_metadata
+    stored = kwargs.get("preloaded_state_dict") or {}
+    if not _asks_for_own_buckets(metadata, stored.get("args"), run_arguments(), load.directory):
+        return metadata
+    return {**(metadata or {}), SHARDING_KEY: "fully_reshardable", BY_OWN_BUCKETS: True}
 
 
 def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) -> bool:

@@ -13,7 +13,7 @@ from megatron_datastates.config import GIB, Options
 from megatron_datastates.errors import HookPointError, OptionError, SaveFailedError
 from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
-from megatron_datastates.mcore.hooks.calls import SAVES, Parameters
+from megatron_datastates.mcore.hooks.calls import SAVES, parameters_of
 from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     adopt,
@@ -82,7 +82,7 @@ def is_training() -> bool:
     return _loops > 0
 
 
-def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `train`, Megatron's own loop.
 
     It starts with all state providers made, which may watch the training from its first step, and only with
@@ -90,27 +90,22 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     from megatron_datastates.mcore.training.device_cache import forget_saves  # imports torch
 
-    parameters = Parameters(original)
-
-    def train(*args: Any, **kwargs: Any) -> Any:
-        global _loops
-        if _options is not None:
-            registered(_options.providers, expects_loader=_saves_position())
-            _announce(_options)
-        _require_restored_data(parameters.of_call(args, kwargs).get("train_data_iterator"))
-        forget_saves()
-        _loops += 1
-        try:
-            return original(*args, **kwargs)
-        except SystemExit as end:  # as --exit-interval and signals end it
-            _finish_objects()
-            if not end.code:  # others say more: those of the rerun state machine are for the launcher
-                _require_last_save()
-            raise
-        finally:
-            _loops -= 1
-
-    return train
+    global _loops
+    if _options is not None:
+        registered(_options.providers, expects_loader=_saves_position())
+        _announce(_options)
+    _require_restored_data(parameters_of(original).of_call(args, kwargs).get("train_data_iterator"))
+    forget_saves()
+    _loops += 1
+    try:
+        return original(*args, **kwargs)
+    except SystemExit as end:  # as --exit-interval and signals end it
+        _finish_objects()
+        if not end.code:  # others say more: those of the rerun state machine are for the launcher
+            _require_last_save()
+        raise
+    finally:
+        _loops -= 1
 
 
 def _saves_position() -> bool:
@@ -136,23 +131,19 @@ def _announce(options: Options) -> None:
     )
 
 
-def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_last_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `maybe_finalize_async_save`: at the end of `pretrain`, object stores get what is left.
 
     Raises:
         SaveFailedError: the last save has failed, and nothing has been raised for it.
     """
-
-    def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("terminate"):
-            _say_what_is_awaited()
-        result = original(*args, **kwargs)
-        if kwargs.get("terminate") and not is_training():
-            _finish_objects()
-            _require_last_save()
-        return result
-
-    return maybe_finalize_async_save
+    if kwargs.get("terminate"):
+        _say_what_is_awaited()
+    result = original(*args, **kwargs)
+    if kwargs.get("terminate") and not is_training():
+        _finish_objects()
+        _require_last_save()
+    return result
 
 
 def _require_last_save() -> None:
@@ -181,26 +172,22 @@ def _say_what_is_awaited() -> None:
         print_rank_0(f"  datastates: the run ends once the save to {unfinished}, and any after it, are over")
 
 
-def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_decision(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `checkpoint_and_decide_exit`: where the run ends after a skipped save, it is made after all.
 
     What ends a run (a signal, the time, the iteration) is so the second time, too, on all ranks.
     """
-
-    def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-        global _may_skip
-        before = _skipped
-        _may_skip = True
-        try:
-            is_over = original(*args, **kwargs)
-        finally:
-            _may_skip = False
-        if not is_over or _skipped == before:
-            return is_over
-        logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
-        return original(*args, **kwargs)
-
-    return checkpoint_and_decide_exit
+    global _may_skip
+    before = _skipped
+    _may_skip = True
+    try:
+        is_over = original(*args, **kwargs)
+    finally:
+        _may_skip = False
+    if not is_over or _skipped == before:
+        return is_over
+    logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
+    return original(*args, **kwargs)
 
 
 def _is_save_of_ours(call: Mapping[str, Any]) -> bool:
@@ -222,9 +209,9 @@ def _require_restored_data(train_iterator: Any) -> None:
         LOOP.require_restored(train_iterator)
 
 
-def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_save_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> TrainingSaveStrategy:
     """Wraps the function or class that `megatron.training.checkpointing` calls for a save strategy."""
-    return lambda *args, **kwargs: _strategy()
+    return _strategy()
 
 
 def _strategy() -> TrainingSaveStrategy:
@@ -241,26 +228,22 @@ def _strategy() -> TrainingSaveStrategy:
     )
 
 
-def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Wraps `validate_args`."""
-
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args, "dist_ckpt_format_deprecated", None) == BACKEND:
-            raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
-        if not adopt(args) or is_converting(args):
-            return original(args, *rest, **kwargs)
-        result = validate_without_worker(original, args, *rest, **kwargs)
-        options = check_arguments(args)
-        set_dependent_arguments(args)
-        find_functions(options.providers)  # a wrong name is an error now, not at the first save
-        if getattr(args, "save", None):
-            enable_saving(options)
-        return result
-
-    return validate_args
+    if getattr(args, "dist_ckpt_format_deprecated", None) == BACKEND:
+        raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
+    if not adopt(args) or is_converting(args):
+        return original(args, *rest, **kwargs)
+    result = validate_without_worker(original, args, *rest, **kwargs)
+    options = check_arguments(args)
+    set_dependent_arguments(args)
+    find_functions(options.providers)  # a wrong name is an error now, not at the first save
+    if getattr(args, "save", None):
+        enable_saving(options)
+    return result
 
 
-def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_save_checkpoint(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Wraps `save_checkpoint`, in any format: a save that should be ours never uses another format.
 
     The trainer is held for the whole call. A failed save raises, or is logged with `on_failure` "warn".
@@ -268,55 +251,50 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         HookPointError: Megatron has saved in another format, as somebody has replaced what we had replaced.
     """
-    parameters = Parameters(original)
+    chosen = run_arguments()
+    if not _saves_are_ours(chosen):
+        return original(iteration, *args, **kwargs)
 
-    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        chosen = run_arguments()
-        if not _saves_are_ours(chosen):
-            return original(iteration, *args, **kwargs)
+    from megatron_datastates.mcore import dataloader
+    from megatron_datastates.mcore.save import preparing  # which imports the native module
+    from megatron_datastates.mcore.training import device_cache, fsdp, retention, tracker_writing
 
-        from megatron_datastates.mcore import dataloader
-        from megatron_datastates.mcore.save import preparing  # which imports the native module
-        from megatron_datastates.mcore.training import device_cache, fsdp, retention, tracker_writing
-
-        call = parameters.of_call((iteration, *args), kwargs)
-        assert _options is not None, "_saves_are_ours has called enable_saving"
-        if _is_skipped(call, chosen, _options):
+    call = parameters_of(original).of_call((iteration, *args), kwargs)
+    assert _options is not None, "_saves_are_ours has called enable_saving"
+    if _is_skipped(call, chosen, _options):
+        return None
+    is_ours, planned = not _is_local(call, chosen), uses_fsdp(chosen)
+    held, calls = trainer_held("save_checkpoint"), SAVES.calls
+    with (
+        held,
+        tracker_writing.saving(_options, is_release=bool(call.get("release"))),
+        retention.saving(iteration),  # which asks whether saves are near
+        dataloader.saving(is_ours=is_ours),
+        device_cache.saving(is_ours=is_ours),
+        contextlib.nullcontext() if is_ours else structure_as_given(chosen),
+        preparing.saving(
+            is_ours=is_ours and not planned,
+            is_on=_options.prepared,
+            is_constant=_is_constant(call, chosen),
+        ),
+    ):
+        try:
+            with fsdp.saving(_strategy()) if is_ours and planned else contextlib.nullcontext():
+                result = original(iteration, *args, **kwargs)
+        except SaveFailedError as error:  # on every rank, so all continue together
+            if _options.on_failure == "raise":
+                raise
+            if getattr(chosen, "rank", 0) == 0 or not getattr(error, "is_agreed", False):
+                logger.warning("%s Training continues (--datastates-on-failure warn).", error)
             return None
-        is_ours, planned = not _is_local(call, chosen), uses_fsdp(chosen)
-        held, calls = trainer_held("save_checkpoint"), SAVES.calls
-        with (
-            held,
-            tracker_writing.saving(_options, is_release=bool(call.get("release"))),
-            retention.saving(iteration),  # which asks whether saves are near
-            dataloader.saving(is_ours=is_ours),
-            device_cache.saving(is_ours=is_ours),
-            contextlib.nullcontext() if is_ours else structure_as_given(chosen),
-            preparing.saving(
-                is_ours=is_ours and not planned,
-                is_on=_options.prepared,
-                is_constant=_is_constant(call, chosen),
-            ),
-        ):
-            try:
-                with fsdp.saving(_strategy()) if is_ours and planned else contextlib.nullcontext():
-                    result = original(iteration, *args, **kwargs)
-            except SaveFailedError as error:  # on every rank, so all continue together
-                if _options.on_failure == "raise":
-                    raise
-                if getattr(chosen, "rank", 0) == 0 or not getattr(error, "is_agreed", False):
-                    logger.warning("%s Training continues (--datastates-on-failure warn).", error)
-                return None
-        # Megatron may also save nothing, as its main does with --freeze-all-layers.
-        if is_ours and held.holder is None and SAVES.calls > calls:
-            raise HookPointError(
-                f"iteration {iteration} was not saved in the datastates format, but in another one: after "
-                "megatron_datastates was attached to megatron.training.checkpointing, a program has reloaded "
-                "that module, or replaced its save strategy"
-            )
-        return result
-
-    return save_checkpoint
+    # Megatron may also save nothing, as its main does with --freeze-all-layers.
+    if is_ours and held.holder is None and SAVES.calls > calls:
+        raise HookPointError(
+            f"iteration {iteration} was not saved in the datastates format, but in another one: after "
+            "megatron_datastates was attached to megatron.training.checkpointing, a program has reloaded "
+            "that module, or replaced its save strategy"
+        )
+    return result
 
 
 def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:

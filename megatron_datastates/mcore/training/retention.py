@@ -137,42 +137,38 @@ def _is_being_written(path: Path, iteration: int) -> bool:
     return path.absolute() in [save.save.context.directory for save in _pending()]
 
 
-def wrap_cleanup_old_non_persistent_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_cleanup_old_non_persistent_checkpoint(
+    original: Callable[..., Any], save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False
+) -> None:
     """Wraps `cleanup_old_non_persistent_checkpoint`: replaces it by a cleanup that follows the rules."""
+    import torch.distributed as dist
 
-    def cleanup_old_non_persistent_checkpoint(
-        save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False
-    ) -> None:
-        import torch.distributed as dist
-
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
-        try:
-            directories = deletable(path_of(save_dir), leave_ckpt_num)
-        except FileNotFoundError:
-            return  # nothing has been saved there yet
-        except OSError as error:
-            logger.warning(
-                "non-persistent checkpoints in %s were not cleaned up: %s",
-                save_dir,
-                error,
-            )
-            return
-        if not directories:
-            return
-        logger.info("deleting non-persistent checkpoints: %s", ", ".join(map(str, directories)))
-        thread = threading.Thread(target=_delete, args=(directories,), name="datastates-cleanup")
-        for directory in directories:
-            _deletions[directory] = thread
-        try:
-            thread.start()
-        except RuntimeError:  # there is no thread: rank 0 must not fail alone
-            _delete(directories)
-            return
-        if not do_async:
-            thread.join()
-
-    return cleanup_old_non_persistent_checkpoint
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    try:
+        directories = deletable(path_of(save_dir), leave_ckpt_num)
+    except FileNotFoundError:
+        return  # nothing has been saved there yet
+    except OSError as error:
+        logger.warning(
+            "non-persistent checkpoints in %s were not cleaned up: %s",
+            save_dir,
+            error,
+        )
+        return
+    if not directories:
+        return
+    logger.info("deleting non-persistent checkpoints: %s", ", ".join(map(str, directories)))
+    thread = threading.Thread(target=_delete, args=(directories,), name="datastates-cleanup")
+    for directory in directories:
+        _deletions[directory] = thread
+    try:
+        thread.start()
+    except RuntimeError:  # there is no thread: rank 0 must not fail alone
+        _delete(directories)
+        return
+    if not do_async:
+        thread.join()
 
 
 def _delete(directories: list[Path]) -> None:
@@ -185,39 +181,34 @@ def _delete(directories: list[Path]) -> None:
         _deletions.pop(directory, None)
 
 
-def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_async_delete_checkpoint_impl(
+    original: Callable[..., Any], save_path: str, iteration_to_delete: int, *args: Any, **kwargs: Any
+) -> None:
     """Wraps `_async_delete_checkpoint_impl`, which retention runs in a thread or a forked process."""
-    delete = _collecting(original)
-
-    def _async_delete_checkpoint_impl(
-        save_path: str, iteration_to_delete: int, *args: Any, **kwargs: Any
-    ) -> None:
-        root = path_of(save_path)
-        directory = root / iteration_name(iteration_to_delete)
-        # Noted before the checks: a later save waits, an earlier one is seen.
-        _deletions[directory] = threading.current_thread()
-        try:
-            if tracker_writing.saves_are_near():
-                return  # the drain deletes, once a newer checkpoint is published there (tracker_writing.py)
-            tracked = _tracked_soon(root / TRACKER_NAME)
-            if tracked == iteration_to_delete:
-                logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
-            elif directory.is_symlink():  # Megatron deletes no link, but the manifest would go
-                logger.warning("%s is not deleted: it is a link", directory)
-            elif tracked is None or not is_complete(root / iteration_name(tracked)):
-                logger.warning(
-                    "%s is not deleted: the checkpoint that the tracker names is not complete", directory
-                )
-            elif _is_being_written(directory, iteration_to_delete):
-                logger.warning("%s is not deleted: a save is writing to it", directory)
-            else:
-                with contextlib.suppress(OSError):  # Megatron's own attempt says why it failed
-                    (directory / MANIFEST_NAME).unlink()
-                delete(save_path, iteration_to_delete, *args, **kwargs)
-        finally:
-            _deletions.pop(directory, None)
-
-    return _async_delete_checkpoint_impl
+    root = path_of(save_path)
+    directory = root / iteration_name(iteration_to_delete)
+    # Noted before the checks: a later save waits, an earlier one is seen.
+    _deletions[directory] = threading.current_thread()
+    try:
+        if tracker_writing.saves_are_near():
+            return  # the drain deletes, once a newer checkpoint is published there (tracker_writing.py)
+        tracked = _tracked_soon(root / TRACKER_NAME)
+        if tracked == iteration_to_delete:
+            logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
+        elif directory.is_symlink():  # Megatron deletes no link, but the manifest would go
+            logger.warning("%s is not deleted: it is a link", directory)
+        elif tracked is None or not is_complete(root / iteration_name(tracked)):
+            logger.warning(
+                "%s is not deleted: the checkpoint that the tracker names is not complete", directory
+            )
+        elif _is_being_written(directory, iteration_to_delete):
+            logger.warning("%s is not deleted: a save is writing to it", directory)
+        else:
+            with contextlib.suppress(OSError):  # Megatron's own attempt says why it failed
+                (directory / MANIFEST_NAME).unlink()
+            _collecting(original)(save_path, iteration_to_delete, *args, **kwargs)
+    finally:
+        _deletions.pop(directory, None)
 
 
 def _collecting(original: Callable[..., Any]) -> Callable[..., Any]:

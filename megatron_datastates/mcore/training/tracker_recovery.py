@@ -23,22 +23,18 @@ from megatron_datastates.pipeline.runs.tracker import is_read_by_megatron, itera
 logger = logging.getLogger(__name__)
 
 
-def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_read_metadata(original: Callable[..., Any], tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
     """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
-
-    def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
-        tracker = any_path(tracker_filename)
-        text = _damaged_text(tracker)
-        iteration = None if text is None else _fallback(tracker, text)
-        if iteration is None:
-            return original(tracker_filename, *args, **kwargs)
-        # The original also communicates with the other ranks, so it is called with a corrected tracker.
-        with tempfile.TemporaryDirectory() as directory:
-            corrected = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
-            corrected.write_text(str(iteration))
-            return original(str(corrected), *args, **kwargs)
-
-    return read_metadata
+    tracker = any_path(tracker_filename)
+    text = _damaged_text(tracker)
+    iteration = None if text is None else _fallback(tracker, text)
+    if iteration is None:
+        return original(tracker_filename, *args, **kwargs)
+    # The original also communicates with the other ranks, so it is called with a corrected tracker.
+    with tempfile.TemporaryDirectory() as directory:
+        corrected = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
+        corrected.write_text(str(iteration))
+        return original(str(corrected), *args, **kwargs)
 
 
 def mend(tracker: Path) -> None:

@@ -147,27 +147,23 @@ class _Unreachable:
         return iter(())
 
 
-def wrap_on_save_checkpoint_success(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_on_save_checkpoint_success(
+    original: Callable[..., Any], checkpoint_path: str, tracker_filename: str, save_dir: str, iteration: int
+) -> None:
     """Wraps what notes a checkpoint in W&B, which needs a tracker, and the directory, in --save.
 
     Of a near save these are not there yet. An error would be the last rank's alone; the others would wait.
     """
-
-    def on_save_checkpoint_success(
-        checkpoint_path: str, tracker_filename: str, save_dir: str, iteration: int
-    ) -> None:
-        if not _is_near:
-            original(checkpoint_path, tracker_filename, save_dir, iteration)
-            return
-        try:
-            with tempfile.TemporaryDirectory(prefix="datastates-") as folder:
-                tracker = Path(folder, TRACKER_NAME)
-                tracker.write_text(str(iteration))
-                original(checkpoint_path, str(tracker), save_dir, iteration)
-        except Exception as error:
-            logger.warning("W&B has no note of %s: %r", checkpoint_path, error)
-
-    return on_save_checkpoint_success
+    if not _is_near:
+        original(checkpoint_path, tracker_filename, save_dir, iteration)
+        return
+    try:
+        with tempfile.TemporaryDirectory(prefix="datastates-") as folder:
+            tracker = Path(folder, TRACKER_NAME)
+            tracker.write_text(str(iteration))
+            original(checkpoint_path, str(tracker), save_dir, iteration)
+    except Exception as error:
+        logger.warning("W&B has no note of %s: %r", checkpoint_path, error)
 
 
 def saves_are_near() -> bool:
