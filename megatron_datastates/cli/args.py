@@ -24,6 +24,7 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     say,
 )
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import MissingKeyError
 
 _ABSENT = "-"  # an argument that one of two checkpoints lacks
@@ -75,7 +76,6 @@ class _Absent:
 
 def _arguments(directory: Path, iteration: int | None) -> dict[str, Any]:
     path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once
-    from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.stored_arguments import training_arguments
 
     return training_arguments(open_source(path))

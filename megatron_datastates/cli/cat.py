@@ -28,14 +28,16 @@ from megatron_datastates.cli.shared import (
     say,
     say_as_is,
 )
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.slices import Slice, parse_slice
 from megatron_datastates.errors import MismatchError, OptionError
+from megatron_datastates.format.values import element_bytes
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_datastates.convert.contents import Content
-    from megatron_datastates.convert.slices import Slice
     from megatron_datastates.convert.sources.source import Source
 
 _MOST_PRINTED = 1 << 20  # elements of a tensor, values of an object
@@ -89,8 +91,6 @@ def cat(
     Example: datastates cat runs/gpt/iter_0001000 embedding.word_embeddings.weight 0:2,:8
     """
     from megatron_datastates.convert.contents import find_content
-    from megatron_datastates.convert.open import open_source
-    from megatron_datastates.convert.slices import parse_slice
 
     with reported_errors():
         source, wanted_dtype = open_source(checkpoint_of(directory, iteration)), _dtype(dtype)
@@ -237,7 +237,6 @@ def _write(
     as_json: bool,
 ) -> None:
     from megatron_datastates.convert.sinks.npy import write_npy
-    from megatron_datastates.format.values import element_bytes
 
     size = math.prod(wanted.shape) * element_bytes(content.dtype)
     with advancing("reading", size) as progress:

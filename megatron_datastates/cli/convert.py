@@ -28,7 +28,10 @@ from megatron_datastates.cli.shared import (
     require_directory,
     say,
 )
+from megatron_datastates.convert.limits import Limits
 from megatron_datastates.errors import OptionError
+from megatron_datastates.pipeline.runs.run_folders import is_checkpoint_name
+from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -136,7 +139,6 @@ def convert(
             require_directory(source)
         else:
             source, target = _one_of(source, target, iteration)
-        from megatron_datastates.convert.limits import Limits
         from megatron_datastates.convert.run import ConversionRequest
         from megatron_datastates.convert.team import team_of_torchrun
 
@@ -149,8 +151,6 @@ def convert(
 
 def _one_of(source: Path, target: Path, iteration: int | None) -> tuple[Path, Path]:
     """Returns a checkpoint, and where it goes: of a run, into a run, unless the target names an iteration."""
-    from megatron_datastates.pipeline.runs.run_folders import is_checkpoint_name
-
     chosen = checkpoint_of(source, iteration)
     into_run = chosen != source and not is_checkpoint_name(target.name)
     return chosen, target / chosen.name if into_run else target
@@ -253,8 +253,6 @@ def _print_result(one: ConversionResult) -> None:
 
 
 def _say_what_is_unchecked(found: Sequence[ConversionResult], request: ConversionRequest) -> None:
-    from megatron_datastates.pipeline.runs.runs import is_published
-
     converted = [one for one in found if not one.failed and not one.skipped]
     if not request.verify and any(not is_published(Path(one.source)) for one in converted):
         say("note: the source's own checksums were not compared: --verify does that")

@@ -27,6 +27,7 @@ from megatron_datastates.cli.shared import (
     require_plot,
     say,
 )
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import layer_name
 from megatron_datastates.errors import printable
 
@@ -97,7 +98,6 @@ def diff(
 def _compare(first: Path, second: Path, keys: Sequence[str], memory_bytes: int) -> Difference:
     from megatron_datastates.convert.diff import choose_comparison
     from megatron_datastates.convert.diff import diff as compare_checkpoints
-    from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.views import by_parameter
 
     sources = [open_source(first), open_source(second)]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.cli.shared import advancing, counted, note, print_json, say
 from megatron_datastates.errors import DataStatesError, describe_error
-from megatron_datastates.format.directory import is_through_dcp, iteration_in_name
+from megatron_datastates.format.directory import JOURNAL_NAME, is_through_dcp, iteration_in_name
+from megatron_datastates.pipeline.runs.runs import Iteration, stored_bytes
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.weights_only import DropPlan
-    from megatron_datastates.pipeline.runs.runs import Iteration
     from megatron_datastates.pipeline.upkeep.retention import OtherFormats, RetentionRules
 
 _NOT_FOR_FSDP = (
@@ -24,8 +24,6 @@ _LISTS = ("would_drop", "dropped", "kept", "failed")  # without --yes, the first
 
 def finish_drops(root: Path) -> None:
     """Removes what killed calls have left beside complete checkpoints. Raises what finish_drop does."""
-    from megatron_datastates.format.directory import JOURNAL_NAME
-
     for journal in sorted(root.glob(f"*/{JOURNAL_NAME}")):
         if iteration_in_name(journal.parent.name) is not None and not journal.parent.is_symlink():
             from megatron_datastates.convert.weights_only import finish_drop
@@ -79,7 +77,6 @@ class _Call:
     def drop(self, one: Iteration) -> None:
         """Drops the optimizer's state of one checkpoint, or says what that would free. Raises what fails."""
         from megatron_datastates.convert.weights_only import plan_drop
-        from megatron_datastates.pipeline.runs.runs import stored_bytes
 
         before = stored_bytes(one.path)
         plan = plan_drop(one.path)

@@ -29,6 +29,7 @@ from megatron_datastates.cli.shared import (
     say,
 )
 from megatron_datastates.convert.hf import FLOATS
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import CorruptDataError, DataStatesError
 from megatron_datastates.units import size_text
 
@@ -113,7 +114,6 @@ def export(
             wanted = Wanted(dtype or "", vocab_size or 0, tokenizer, max_shard_size, memory, as_json)
             export_to_hugging_face(directory, target, wanted, possible=hf and not (keys or stacked))
             return
-        from megatron_datastates.convert.open import open_source
         from megatron_datastates.convert.sinks.safetensors import choose_weights
         from megatron_datastates.convert.sinks.safetensors import export as export_weights
 

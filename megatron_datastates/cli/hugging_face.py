@@ -29,6 +29,8 @@ from megatron_datastates.cli.shared import (
     say_as_is,
 )
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
+from megatron_datastates.convert.limits import Limits
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import BACKEND
 from megatron_datastates.units import size_text
@@ -62,7 +64,6 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
             "--dtype, --vocab-size and --tokenizer apply with --hf only, and --keys and --stacked without it"
         )
     from megatron_datastates.convert.hf.export import export_model, read_model
-    from megatron_datastates.convert.open import open_source
 
     source = open_source(directory)
     model = read_model(source, dtype=wanted.dtype, vocab_size=wanted.vocab_size)
@@ -129,7 +130,6 @@ def import_hugging_face(
     from megatron_datastates.convert.hf.arguments import command_line
     from megatron_datastates.convert.hf.run import import_model
     from megatron_datastates.convert.hf.source import HuggingFaceSource
-    from megatron_datastates.convert.limits import Limits
 
     with (
         reported_errors(2),

@@ -22,8 +22,12 @@ from megatron_datastates.cli.shared import (
     say,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, some_of
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.pipeline.near.listing import NearCheckpoint, near_iterations
 from megatron_datastates.pipeline.near.places import near_root, near_run
+from megatron_datastates.pipeline.runs.run_folders import why_no_run
+from megatron_datastates.pipeline.runs.runs import has_file, is_published
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -60,8 +64,6 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     Example: datastates ls runs/gpt
     """
     from megatron_datastates.convert.look import look_at_others, look_at_run
-    from megatron_datastates.pipeline.runs.run_folders import why_no_run
-    from megatron_datastates.pipeline.runs.runs import is_published
 
     with reported_errors():
         near = near_root(near_text) if near_text else None  # an empty variable of a script names none
@@ -110,7 +112,6 @@ def _plain(look: Look) -> dict[str, Any]:
 def _only_near(root: Path, held: Mapping[int, NearCheckpoint], looks: list[Look]) -> list[Look]:
     """Returns a look at each iteration of the near tier that the run's directory has nothing of."""
     from megatron_datastates.convert.look import UNFINISHED, Look
-    from megatron_datastates.format.directory import iteration_name
 
     problem = "in the near tier, and not in the directory of the run yet"
     return [
@@ -170,10 +171,6 @@ def _print(looks: list[Look]) -> None:
 
 
 def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
-    from megatron_datastates.format.directory import TRACKER_NAME
-    from megatron_datastates.pipeline.runs.runs import has_file
-    from megatron_datastates.pipeline.runs.tracker import tracked_name
-
     try:
         name = tracked_name(root)
     except DataStatesError as error:

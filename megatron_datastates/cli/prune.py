@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from megatron_datastates.cli.drop_optimizer import drop_all, finish_drops
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     advancing,
@@ -22,10 +23,10 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST
+from megatron_datastates.pipeline.runs.runs import Iteration, stored_bytes
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.runs.runs import Iteration
     from megatron_datastates.pipeline.upkeep.left_overs import UnnamedFile
     from megatron_datastates.pipeline.upkeep.retention import OtherFormats, PrunePlan, RetentionRules
 
@@ -94,8 +95,6 @@ def prune(
     \b
     Example: datastates prune runs/gpt --keep-last 3 --drop-optimizer --yes
     """
-    from megatron_datastates.cli.drop_optimizer import drop_all, finish_drops
-    from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.left_overs import remove_left_overs
     from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
 

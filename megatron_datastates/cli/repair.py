@@ -17,6 +17,7 @@ from megatron_datastates.cli.shared import (
     reported_errors,
     say,
 )
+from megatron_datastates.pipeline.runs.runs import stored_bytes
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
 
 
 def _repair_with_progress(directory: Path) -> Repair:
-    from megatron_datastates.pipeline.runs.runs import stored_bytes
     from megatron_datastates.pipeline.upkeep.repair import repair as repair_checkpoint
 
     with advancing("checking", stored_bytes(directory)) as progress:

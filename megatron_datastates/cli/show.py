@@ -23,6 +23,7 @@ from megatron_datastates.cli.shared import (
     say,
     say_rows,
 )
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import MissingKeyError
 from megatron_datastates.units import size_text
 
@@ -69,7 +70,6 @@ def show(
     with reported_errors():
         path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once
         from megatron_datastates.convert.contents import contents
-        from megatron_datastates.convert.open import open_source
 
         source = open_source(path)
         if stats:

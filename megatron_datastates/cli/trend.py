@@ -26,6 +26,7 @@ from megatron_datastates.cli.shared import (
     run_argument,
     say,
 )
+from megatron_datastates.convert.parts import place_order
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.trend import Point, Step, Trend
@@ -108,8 +109,6 @@ def _as_json(found: Trend) -> dict[str, Any]:
 
 
 def _ordered(found: Trend) -> list[tuple[tuple[str, str], list[Point | None]]]:
-    from megatron_datastates.convert.parts import place_order
-
     return sorted(found.rows.items(), key=lambda row: (row[0][0], place_order(row[0][1])))
 
 

@@ -25,6 +25,7 @@ from megatron_datastates.cli.shared import (
     require_directory,
     say,
 )
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -35,6 +36,9 @@ from megatron_datastates.errors import (
     UntrustedClassError,
     describe_error,
 )
+from megatron_datastates.files import is_out_of_reach
+from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, why_no_run
+from megatron_datastates.pipeline.runs.runs import is_published, require_readable
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -119,12 +123,6 @@ def _checkpoints(
 
 
 def _all_of_run(directory: Path) -> list[Path]:
-    from megatron_datastates.pipeline.runs.run_folders import (
-        checkpoint_directories,
-        is_run,
-        why_no_run,
-    )
-
     require_directory(directory)
     if not is_run(directory):
         raise NotACheckpointError(f"--all: {why_no_run(directory, 'leave --all out')}")
@@ -176,10 +174,7 @@ def _plain(verdict: Verdict | Exception) -> dict[str, Any]:
 def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     """Returns the verdict, or why there is none."""
     from megatron_datastates.convert.integrity import data_bytes, verify_source
-    from megatron_datastates.convert.open import open_source
-    from megatron_datastates.files import is_out_of_reach
     from megatron_datastates.pipeline.loading.load import Checkpoint
-    from megatron_datastates.pipeline.runs.runs import is_published, require_readable
     from megatron_datastates.pipeline.upkeep.verify import Verdict
     from megatron_datastates.pipeline.upkeep.verify import verify as verify_checkpoint
 
