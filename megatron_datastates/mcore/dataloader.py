@@ -15,8 +15,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_datastates.errors import ProviderError
 from megatron_datastates.mcore.providers import register_loader
+from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 from megatron_datastates.providers.base import StateReader
 from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
 from megatron_datastates.providers.objects import ObjectSource
@@ -122,8 +125,6 @@ class LoopDataLoader:
         Raises:
             ProviderError: on all ranks, if one has an iterator that starts from the beginning by mistake.
         """
-        from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
-
         # With virtual pipeline stages, Megatron passes a list: an iterator, or None, for each of them.
         iterators = train_iterator if isinstance(train_iterator, list) else [train_iterator]
         has_data = any(one is not None for one in iterators)
@@ -172,7 +173,6 @@ _is_ours = False  # whether the running save_checkpoint writes a checkpoint of o
 
 def _place() -> tuple[int, int, bool]:
     """Returns this rank's data-parallel rank, their number, and whether it is the one that stores."""
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

@@ -39,6 +39,9 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
+from megatron_datastates.engine.memory import local_ranks
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -50,6 +53,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
+from megatron_datastates.pipeline.publishing import collectives
 
 T = TypeVar("T")
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
@@ -152,10 +156,8 @@ class Agreement:
 
     def fail(self, error: BaseException) -> None:
         """Records a failure of this rank; only the first one counts."""
-        from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
         if self.failure is None:
-            self.failure = Failure.of(error, _SHARED_CHARACTERS // len(ranks_of()))
+            self.failure = Failure.of(error, _SHARED_CHARACTERS // len(collectives.ranks_of()))
 
     def begin(self, metadata: Sequence[Any] | None) -> None:
         """Makes the first collective call, or takes its result from what Megatron has gathered.
@@ -178,30 +180,22 @@ class Agreement:
             raise
 
     def _compare(self, metadata: Sequence[Any] | None) -> None:
-        import torch.distributed as dist
-
-        from megatron_datastates.engine.memory import local_ranks
         from megatron_datastates.mcore.load.metadata import keys_read_beside
-        from megatron_datastates.pipeline.publishing.collectives import gather_objects, ranks_of
 
         if not self._gathers:
             self._raise_if_any(self._group)
             return
-        everyone = metadata if metadata is not None else gather_objects(self.failure, self._group)
+        everyone = metadata if metadata is not None else collectives.gather_objects(self.failure, self._group)
         self._raise_for(everyone, self._group)
         if metadata is not None and not self.is_parallel:  # there, each shard is read by one rank
             self.keys_read_beside = keys_read_beside(
-                everyone, ranks_of(self._group), dist.get_rank(), local_ranks()
+                everyone, collectives.ranks_of(self._group), dist.get_rank(), local_ranks()
             )
 
     @property
     def _is_one_of_several(self) -> bool:
         """Whether other process groups may be loading at the same time, and exchange with this one."""
-        import torch.distributed as dist
-
-        from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
-        return self.is_parallel and len(ranks_of(self._group)) < dist.get_world_size()
+        return self.is_parallel and len(collectives.ranks_of(self._group)) < dist.get_world_size()
 
     def verify_files(self) -> None:
         """Compares the files with the SHA-256 sums in Megatron's `integrity.json`, on the first rank.
@@ -209,12 +203,9 @@ class Agreement:
         Replaces Megatron's own call, in which the first rank sends its result to the others: any other
         failure of the first rank would leave them waiting.
         """
-        import torch.distributed as dist
         from megatron.core.dist_checkpointing import validation
 
-        from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
-        if dist.get_rank() == ranks_of(self._group)[0]:
+        if dist.get_rank() == collectives.ranks_of(self._group)[0]:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
 
     def parts_if_any(
@@ -231,31 +222,25 @@ class Agreement:
         Raises:
             Exception: `problem`, or what `here` raised on this rank, after the collective call.
         """
-        from megatron_datastates.pipeline.publishing.collectives import sum_now
-
         found, error = False, problem
         try:
             found = problem is None and here()
         except Exception as raised:
             error = raised
-        (count,) = sum_now([int(found)], self._group)
+        (count,) = collectives.sum_now([int(found)], self._group)
         parts = self._parts(part if error is None else None) if count > 0 else None
         if error is not None:
             raise error
         return parts
 
     def _parts(self, part: Callable[[int, int], T] | None) -> list[T]:
-        import torch.distributed as dist
-
-        from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
-
-        if len(ranks_of(self._group)) < dist.get_world_size():
+        if len(collectives.ranks_of(self._group)) < dist.get_world_size():
             return []
-        collectives, mine = Collectives(), None
+        ranks, mine = collectives.Collectives(), None
         if part is not None:
             with contextlib.suppress(Exception):  # it comes again where this rank reads its part alone
-                mine = part(collectives.rank, collectives.size)
-        return [each for each in collectives.share(mine) if each is not None]
+                mine = part(ranks.rank, ranks.size)
+        return [each for each in ranks.share(mine) if each is not None]
 
     def begin_exchange(self) -> None:
         """Makes the collective call of the world that precedes an exchange. Raises as `settle`."""
@@ -272,11 +257,9 @@ class Agreement:
         self._raise_if_any(self._group)
 
     def _raise_if_any(self, group: Any, *, compares: bool = True) -> None:
-        from megatron_datastates.pipeline.publishing.collectives import gather_objects, sum_now
-
-        failed, *sums = sum_now([int(self.failure is not None), *_terms(self.opened)], group)
+        failed, *sums = collectives.sum_now([int(self.failure is not None), *_terms(self.opened)], group)
         if failed:
-            self._raise_for(gather_objects(self.failure, group), group)
+            self._raise_for(collectives.gather_objects(self.failure, group), group)
         elif compares and not _are_equal(sums):  # so say the same sums on every rank
             from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
@@ -291,9 +274,8 @@ class Agreement:
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
         from megatron_datastates.mcore.errors import LoadMismatch, MegatronLoadFailedError
-        from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
-        ranks = ranks_of(group)
+        ranks = collectives.ranks_of(group)
         by_rank = zip(ranks, everyone, strict=True)
         failures = {rank: failure for rank, failure in by_rank if isinstance(failure, Failure)}
         if not failures:

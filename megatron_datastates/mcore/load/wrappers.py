@@ -12,6 +12,7 @@ from megatron_datastates.mcore.hooks.calls import Parameters, parameters_of
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
 from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
+from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
 from megatron_datastates.pipeline.runs.runs import may_be_ours
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,6 @@ def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
     """Returns None if no other rank is known to take part in this load."""
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
-    from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
     group = arguments.get("process_group")  # since 0.19
     strict = parse_strict_flag(arguments["strict"])
     gathers = arguments["validate_access_integrity"] or StrictHandling.requires_global_app_metadata(strict)
@@ -117,8 +116,6 @@ def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
 
 def _is_parallel(strategy: Any) -> bool:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-
-    from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
     parallel = isinstance(strategy, FullyParallelLoadStrategyWrapper)
     return parallel and len(ranks_of(strategy.parallelization_group)) > 1
@@ -150,8 +147,6 @@ def _warn_of_another_model(everyone: Any) -> None:
     Args:
         everyone: what each rank requests; None if ranks have not said it.
     """
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
-
     load = state.current()
     if everyone is None or load.restated is None or not load.in_training_loop or Collectives().rank != 0:
         return

@@ -16,6 +16,7 @@ from megatron_datastates.mcore.save.prepared import Preparation, ThinSave
 from megatron_datastates.mcore.save.survey import gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out
+from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Tensors
 
@@ -128,8 +129,6 @@ def _all_ranks(is_ready: bool, must_agree: bool) -> bool:
     They must if a full save makes collective calls: all ranks make them, or none. Looks are collective only
     then: no other save but the first waits for other ranks.
     """
-    from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
-
     unready = [int(not is_ready)]
     if must_agree and len(ranks_of()) > 1:
         unready = sum_now(unready)

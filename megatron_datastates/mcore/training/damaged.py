@@ -17,6 +17,7 @@ from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, ite
 from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.load.state import Load
 from megatron_datastates.mcore.training.arguments import run_arguments
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.errors import MegatronLoadFailedError
@@ -44,7 +45,6 @@ def damage_error(
 
 def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | None]:
     """Returns what the user can do, and an iteration to load instead. Collective if the ranks search."""
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
     from megatron_datastates.pipeline.upkeep.fallback import find_older_checkpoint, verify_together
 
     args, directory = run_arguments(), any_path(load.directory or "")

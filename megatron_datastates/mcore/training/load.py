@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, StorageError
@@ -34,6 +36,7 @@ from megatron_datastates.mcore.training.absent import problem_of_chosen, require
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, run_arguments, uses_fsdp
 from megatron_datastates.mcore.training.damaged import chosen, damage_error
 from megatron_datastates.mcore.training.origin import note_load
+from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
 
 logger = logging.getLogger(__name__)
@@ -130,7 +133,6 @@ def _restore_after_dcp(load: state.Load) -> None:
         return
     from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.mcore.load.restoring import restore_registered
-    from megatron_datastates.pipeline.publishing.collectives import ranks_of
 
     is_alone = len(ranks_of()) == 1
     sharing = contextlib.nullcontext() if is_alone else Agreement(load.directory, None).sharing_failures()
@@ -179,10 +181,6 @@ def _recover_newest(purpose: str) -> None:
         StorageError: `recover_newest` does; or the run was to have the arguments of a checkpoint, of which
             Megatron has found none.
     """
-    import torch.distributed as dist
-
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
-
     args = run_arguments()
     if not is_selected(args) or not _is_resume(purpose):
         return
@@ -205,8 +203,6 @@ def _recover_newest(purpose: str) -> None:
 
 def _has_no_tracker(run: Path) -> bool:
     """Returns whether rank 0 sees no tracker. Collective."""
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
-
     collectives, is_absent = Collectives(), False
     if collectives.rank == 0:
         with contextlib.suppress(OSError):  # the recovery says what is wrong
@@ -228,8 +224,6 @@ def _require_chosen(purpose: str) -> None:
         NotACheckpointError: it is not; Megatron would name a file of it.
         StorageError: rank 0 cannot look.
     """
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
-
     args = run_arguments()
     wanted = _wanted(args)
     if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
@@ -263,8 +257,6 @@ def _options() -> Options:
 
 def _all_ranks_are_here(load: state.Load) -> bool:
     """Returns whether all ranks are handling this failure, so that they may communicate."""
-    from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
     return load.failed_on_all_ranks or len(ranks_of()) == 1
 
 
@@ -275,8 +267,6 @@ def wrap_load_base_checkpoint(
 
     Ranks must agree on the outcome at once: Megatron's next collective calls depend on what was read.
     """
-    from megatron_datastates.pipeline.publishing.collectives import ranks_of
-
     load = state.current()
     if not rank0 or not load.in_training_loop or len(ranks_of()) == 1:
         return original(load_dir, args, rank0, *rest, **kwargs)

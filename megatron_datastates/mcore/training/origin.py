@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_datastates.files import any_path
 from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.runs.branches import Origin, origin_from, origin_in, point_of
 
 _loaded: Origin | None = None  # None until a load
@@ -20,8 +21,6 @@ def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> 
         manifest: that the load has read, if it is of our format.
     """
     global _loaded
-    from megatron_datastates.pipeline.publishing.collectives import Collectives
-
     iteration = result[0] if isinstance(result, tuple) else result
     if not isinstance(iteration, int):
         _loaded = Origin()
