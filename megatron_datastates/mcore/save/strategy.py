@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import weakref
 from collections.abc import Callable
@@ -299,58 +300,52 @@ def wrap_apply_saving_parallelization(original: Any, self: Any, sharded_state_di
     if not isinstance(self.base_strategy, DataStatesSaveStrategy):
         original(self, sharded_state_dict)
         return
+    determine = functools.partial(_determine, getattr(fully_parallel, _DETERMINE))
+    distribute = functools.partial(_distribute, getattr(fully_parallel, _DISTRIBUTE))
     with (
-        replaced(fully_parallel, _DETERMINE, _wrapped_determine()),
-        replaced(fully_parallel, _DISTRIBUTE, _wrapped_distribute()),
+        replaced(fully_parallel, _DETERMINE, determine),
+        replaced(fully_parallel, _DISTRIBUTE, distribute),
     ):
         original(self, sharded_state_dict)
     if self.do_cache_distribution:
         _checked.add(self)
 
 
-def _wrapped_determine() -> Callable[..., Any]:
+def _determine(
+    original: Callable[..., Any], sharded_state_dict: Any, group: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wraps Megatron's function that determines a distribution: a stored one is used only if it fits.
 
     A load may have made the stored one. It requests on all ranks some state that a save has on one rank only:
     all of the optimizer's with --distrib-optim-fully-reshardable-mem-efficient. What such a distribution
     assigns to another rank would not be stored at all.
     """
-    original = getattr(fully_parallel, _DETERMINE)
-
-    def determine(sharded_state_dict: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        distribution = original(sharded_state_dict, group, *args, **kwargs)
-        if kwargs.get("pg_cache_path") is None or distribution is None:
-            return distribution
-        rank, stored_by = torch.distributed.get_rank(group), distribution.main_rank_for_shard
-        held = {_sharded_tensor_shard_id(item) for item in _tensors_in(sharded_state_dict)}
-        lacking: list[Any] = [None] * torch.distributed.get_world_size(group)
-        own = any(main == rank and shard not in held for shard, main in stored_by.items())
-        torch.distributed.all_gather_object(lacking, own, group)
-        return original(sharded_state_dict, group) if any(lacking) else distribution
-
-    return determine
+    distribution = original(sharded_state_dict, group, *args, **kwargs)
+    if kwargs.get("pg_cache_path") is None or distribution is None:
+        return distribution
+    rank, stored_by = torch.distributed.get_rank(group), distribution.main_rank_for_shard
+    held = {_sharded_tensor_shard_id(item) for item in _tensors_in(sharded_state_dict)}
+    lacking: list[Any] = [None] * torch.distributed.get_world_size(group)
+    own = any(main == rank and shard not in held for shard, main in stored_by.items())
+    torch.distributed.all_gather_object(lacking, own, group)
+    return original(sharded_state_dict, group) if any(lacking) else distribution
 
 
 def _tensors_in(sharded_state_dict: Any) -> list[ShardedTensor]:
     return [item for item in nested_values(sharded_state_dict) if isinstance(item, ShardedTensor)]
 
 
-def _wrapped_distribute() -> Callable[..., None]:
+def _distribute(original: Callable[..., Any], sharded_state_dict: Any, group: Any, distribution: Any) -> None:
     """Wraps Megatron's function that distributes tensors: those that a distribution lacks are left alone.
 
     A cached distribution lacks tensors that came later, such as the states of an optimizer whose first steps
     were skipped, and those that a load did not request. Megatron would have no rank store them; so the rank
     with the main replica does.
     """
-    original = getattr(fully_parallel, _DISTRIBUTE)
-
-    def distribute(sharded_state_dict: Any, group: Any, distribution: Any) -> None:
-        unknown = _not_distributed(sharded_state_dict, group, distribution)
-        original(sharded_state_dict, group, distribution)
-        for item, replica_id in unknown:
-            item.replica_id = replica_id
-
-    return distribute
+    unknown = _not_distributed(sharded_state_dict, group, distribution)
+    original(sharded_state_dict, group, distribution)
+    for item, replica_id in unknown:
+        item.replica_id = replica_id
 
 
 def _not_distributed(
