@@ -149,10 +149,6 @@ def _encode(context: PickleContext, text: Any = None, encoding: Any = None) -> A
     return text.encode("latin1")
 
 
-def _empty_bytes(context: PickleContext) -> bytes:
-    return b""
-
-
 def _byte_array(context: PickleContext, data: Any = b"", encoding: Any = None) -> Any:
     if encoding is not None:
         data = _encode(context, data, encoding)
@@ -213,10 +209,6 @@ def _type_of(context: PickleContext, value: Any = 0) -> Any:
 def _array_array(context: PickleContext, code: Any = None, items: Any = None) -> Any:
     require(type(code) is str and type(items) in (list, str), "an array.array")
     return array.array(code, items)
-
-
-def _simple_namespace(context: PickleContext) -> Any:
-    return types.SimpleNamespace()
 
 
 def _set_attributes(context: PickleContext, made: Any, state: Any) -> None:
@@ -376,7 +368,7 @@ _GUARDED: list[tuple[Any, Callable[..., Any]]] = [
     (_reconstruct, _reconstruct),
     (_scalar, _scalar),
     (np.dtype, _dtype),
-    (bytes, _empty_bytes),
+    (bytes, _guard_types(bytes)),
     (bytearray, _byte_array),
     (set, _guard_list(set)),
     (frozenset, _guard_list(frozenset)),
@@ -394,7 +386,7 @@ _GUARDED: list[tuple[Any, Callable[..., Any]]] = [
     (datetime.timedelta, _guard_types(datetime.timedelta, int)),
     (datetime.timezone, _guard_types(datetime.timezone, datetime.timedelta, str)),
     (decimal.Decimal, _decimal),
-    (types.SimpleNamespace, _simple_namespace),
+    (types.SimpleNamespace, _guard_types(types.SimpleNamespace)),
     (array.array, _array_array),
     *((kind, _guard_types(kind, str)) for kind in _PATHS),
 ]
