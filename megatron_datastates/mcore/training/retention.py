@@ -150,11 +150,7 @@ def wrap_cleanup_old_non_persistent_checkpoint(
     except FileNotFoundError:
         return  # nothing has been saved there yet
     except OSError as error:
-        logger.warning(
-            "non-persistent checkpoints in %s were not cleaned up: %s",
-            save_dir,
-            error,
-        )
+        logger.warning("non-persistent checkpoints in %s were not cleaned up: %s", save_dir, error)
         return
     if not directories:
         return
