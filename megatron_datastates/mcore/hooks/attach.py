@@ -31,9 +31,10 @@ _NO_BRIDGE = (
 
 
 def replace(owner: Any, name: str, wrapper: Wrapper, everywhere: bool = True) -> None:
-    """Lets calls of owner.name be wrapper(owner.name, ...), once; the original stays its `__wrapped__`.
+    """Replaces owner.name, once, by a function that calls wrapper(original, ...) with what it is called with.
 
-    With `everywhere`, also replaces it in modules that have imported it by name.
+    The original stays available as `__wrapped__`. With `everywhere`, also replaces it in modules that have
+    imported it by name.
     """
     original = getattr(owner, name)
     if getattr(original, "_is_datastates_hook", False):
