@@ -409,6 +409,8 @@ def test_a_save_that_is_not_lazy_has_copied_everything_when_it_returns(
     [
         ("new/run", 0, ""),
         ("file/run", 0, "file is no directory"),
+        ("link", 0, "link is a link to nowhere, which does not exist"),
+        ("link/run", 0, "link is a link to nowhere, which does not exist"),
         ("closed/run", 0, "closed is not writable"),
         ("closed/run", 1, ""),
         ("away/run", 0, "Transport endpoint is not connected"),
@@ -423,6 +425,7 @@ def test_a_directory_that_takes_no_checkpoints_is_warned_of_before_the_first_sav
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "closed").mkdir()
     access = os.access  # as on a file system that is mounted for reading: root may write anywhere else
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "closed" and access(path, mode))
