@@ -180,6 +180,8 @@ def _folder(ranks: Ranks, directory: Path) -> Iterator[tuple[Path, str | None]]:
         if ranks.rank == 0:
             try:
                 make()
+            except FileExistsError as error:  # of a file in the path, the error is another
+                trouble = f"{error.filename} is a link to what does not exist"
             except OSError as error:
                 trouble = describe_error(error)
         trouble = ranks.gathered(trouble)[0]

@@ -233,10 +233,19 @@ def test_no_memory_is_found_first(tmp_path: Path) -> None:
     assert verdicts(found)["memory"] == "failed" and "file system" not in verdicts(found)
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("directory", "said"),
+    [
+        ("file/run", "Not a directory"),
+        ("link", "link is a link to what does not exist"),
+        ("link/run", "link is a link to what does not exist"),
+    ],
+)
+def test_a_directory_that_cannot_be_made(directory: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = json_of("preflight", tmp_path / "file" / "run", *SMALL, code=1)
-    assert verdicts(found)["directory"] == "failed" and "Not a directory" in text_of(found, "directory")
+    (tmp_path / "link").symlink_to("nowhere")
+    found = json_of("preflight", tmp_path / directory, *SMALL, code=1)
+    assert verdicts(found)["directory"] == "failed" and said in text_of(found, "directory")
 
 
 def test_a_directory_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ def _why_not_writable(directory: Path) -> str:
     there = directory
     while not there.exists():
         if there.is_symlink():
-            return f"{there} is a link to {os.readlink(there)}, which does not exist"
+            return f"{there} is a link to {there.readlink()}, which does not exist"
         there = there.parent
     if not there.is_dir():
         return f"{there} is no directory"
