@@ -13,10 +13,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_datastates.format.optimizer_map import OptimizerMap, Parameter
-from megatron_datastates.mcore.save.buckets import (
-    carried_map,
-    wrap_sharded_param_state_dp_reshardable,
-)
+from megatron_datastates.mcore.save.buckets import carried_map
+from megatron_datastates.mcore.save.preparing import wrap_sharded_param_state_dp_reshardable
 
 GROUP = "optimizer.distributed.dp_group_idx_2."
 BUCKET = "gbuf_idx_0.dtype_d.bucket_idx_0"

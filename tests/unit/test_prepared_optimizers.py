@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron_datastates.mcore.hooks.attach import replace
 from megatron_datastates.mcore.save import prepared, thin_states
 from megatron_datastates.mcore.save.attributes import UnprovableError
-from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
+from megatron_datastates.mcore.save.preparing import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.survey import Survey, gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.mcore.save.thin_states import states_left_out

@@ -130,7 +130,7 @@ _SAVING = (
     Hook(
         OPTIMIZER_MODULE,
         "DistributedOptimizer.sharded_param_state_dp_reshardable",
-        "save.buckets.wrap_sharded_param_state_dp_reshardable",
+        "save.preparing.wrap_sharded_param_state_dp_reshardable",
     ),
     Hook(_BUFFER, "_ParamAndGradBuffer.offload_to_cpu", "fences.wrap_offload"),
     Hook(_BUFFER, "_ParamAndGradBuffer.reload_from_cpu", "fences.wrap_offload"),

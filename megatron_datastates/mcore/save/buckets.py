@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,38 +46,21 @@ Named = tuple[str, Any]  # a name in a model's sharded state, and its ShardedTen
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
-def wrap_sharded_param_state_dp_reshardable(
-    original: Callable[..., Any],
-    self: Any,
-    model_sharded_state_dict: Any,
-    is_loading: bool = False,
-    metadata: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Wraps `DistributedOptimizer.sharded_param_state_dp_reshardable`: adds the map, and zeroes padding.
+def attach_map(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> None:
+    """Attaches the optimizer map to the CARRIER of a bucket state that was made for a save.
 
-    The map is an attribute of an object that Megatron stores anyway. Only our saves look for it, so saves in
-    other formats do not change. In a prepared save, the objects are all that is returned.
+    Megatron stores that object anyway, and only our saves look for the map: those in other formats do not
+    change.
     """
-    from megatron_datastates.mcore.save import preparing  # which imports the native module
-
-    thin = None if is_loading else preparing.buckets_of(self)
-    if thin is not None:
-        return thin
-    state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
-    padding = _zero_padding(state)
     carrier = state.get(CARRIER)
-    if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
+    if isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
         try:
-            setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
+            setattr(carrier, _ATTRIBUTE, _map_of(optimizer, state, model_state, metadata))
         except Exception as error:  # the state itself is complete: no reason to end the training
             logger.warning("the checkpoint will have no optimizer map: %r", error)
-    if not is_loading:
-        preparing.note_buckets(self, state, padding)
-    return state
 
 
-def _zero_padding(state: Any) -> list[torch.Tensor]:
+def zero_padding(state: Any) -> list[torch.Tensor]:
     """Zeroes padding, which Megatron leaves uninitialized: equal states then have equal checkpoints.
 
     Padding is a dictionary of tensors with a true 'padding' entry. Returns these tensors.

@@ -12,6 +12,7 @@ import torch
 
 from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.save.attributes import UnprovableError
+from megatron_datastates.mcore.save.buckets import attach_map, zero_padding
 from megatron_datastates.mcore.save.prepared import Preparation, ThinSave
 from megatron_datastates.mcore.save.survey import gathers, optimizers_in
 from megatron_datastates.mcore.save.thin_groups import groups_alone
@@ -149,9 +150,28 @@ def _generate_full(generate: Callable[[list[Any]], Any], call: dict[str, Any], s
     return state
 
 
-def buckets_of(optimizer: Any) -> dict[Any, Any] | None:
-    """Returns a distributed optimizer's bucket state without tensors in a prepared save, else None."""
-    return _saving.thin.buckets(optimizer) if _saving is not None and _saving.thin is not None else None
+def wrap_sharded_param_state_dp_reshardable(
+    original: Callable[..., Any],
+    self: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Wraps `DistributedOptimizer.sharded_param_state_dp_reshardable`: adds the map, and zeroes padding.
+
+    In a prepared save, objects without tensors are all that is returned.
+    """
+    saving = None if is_loading else _saving
+    if saving is not None and saving.thin is not None:
+        return saving.thin.buckets(self)
+    state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
+    padding = zero_padding(state)
+    if not is_loading:
+        attach_map(self, state, model_sharded_state_dict, metadata)
+    if saving is not None and saving.full is not None:
+        saving.full.note_buckets(self, state, padding)
+    return state
 
 
 def saved_model() -> list[Any]:
@@ -162,12 +182,6 @@ def saved_model() -> list[Any]:
 def awaits_tensors() -> bool:
     """Returns whether a prepared save has not yet taken its tensors."""
     return _saving is not None and _saving.thin is not None and not _saving.thin.is_taken
-
-
-def note_buckets(optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
-    """Notes a distributed optimizer's bucket state in a full save that later ones may be prepared by."""
-    if _saving is not None and _saving.full is not None:
-        _saving.full.note_buckets(optimizer, state, padding)
 
 
 def complete(
