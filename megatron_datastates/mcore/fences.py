@@ -81,10 +81,10 @@ def _wrap_fenced(reason: str, original: Callable[..., Any], *args: Any, **kwargs
     return original(*args, **kwargs)
 
 
-wrap_offload = functools.partial(
-    _wrap_fenced, "offloading"
-)  # resizes storages to zero bytes, or refills them
-wrap_graph_replay = functools.partial(_wrap_fenced, "the optimizer's CUDA graph")  # which runs no hooks
+# Resizes storages to zero bytes, or refills them.
+wrap_offload = functools.partial(_wrap_fenced, "offloading")
+# A replayed graph runs no hooks.
+wrap_graph_replay = functools.partial(_wrap_fenced, "the optimizer's CUDA graph")
 # Into ranks whose own optimizer may be empty.
 wrap_gather = functools.partial(_wrap_fenced, "the gathering of parameters")
 

@@ -333,7 +333,8 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
             unfinished,
             _skipped,
         )
-        saver.reporter.write_later(skip_report(iteration, unfinished))
+        if options.report_file:
+            saver.reporter.write_later(skip_report(iteration, unfinished))
     return True
 
 
