@@ -51,7 +51,9 @@ from megatron_datastates.pipeline.saving.milestones import State
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart, decode_failures, encode_failure
 
-_BLOCKING_POLL_SECONDS = 0.002
+# Between two polls of a trainer that waits. Each is a sum over all ranks: as long as a write lasts, they must neither
+# crowd the network nor fill NCCL's record of recent calls.
+_LEAST_POLL_SECONDS, _POLL_SHARE, _MOST_POLL_SECONDS = 0.002, 0.02, 0.05
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
 _UNKNOWN = "`datastates ls` shows whether it was published; its files were kept."
@@ -165,8 +167,12 @@ class Publication:
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
         self.is_awaited = True
+        began, was_publishing = time.monotonic(), self._publishing
         while self.poll(waits=True) is Outcome.PENDING:
-            time.sleep(_BLOCKING_POLL_SECONDS)
+            if self._publishing != was_publishing:
+                began, was_publishing = time.monotonic(), self._publishing
+            waited = time.monotonic() - began
+            time.sleep(min(max(_LEAST_POLL_SECONDS, waited * _POLL_SHARE), _MOST_POLL_SECONDS))
         return self.outcome
 
     @property

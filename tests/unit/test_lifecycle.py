@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
@@ -268,6 +270,28 @@ def test_a_poll_starts_the_publisher_later_unless_the_trainer_waits(saver, tmp_p
     assert slept == [0.0, AFTER_POLL_SECONDS, AFTER_POLL_SECONDS]  # the last one writes the report
     save(saver, tmp_path / "awaited", BIG)
     assert slept[3:] == [0.0, 0.0, 0.0]
+
+
+def test_who_waits_for_a_long_write_polls_less_and_less_often(saver, tmp_path, monkeypatch) -> None:
+    """In time that is made up: it passes only while the trainer sleeps."""
+    is_written = hold(monkeypatch, "wait_durable")
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if sum(slept) >= 10:
+            is_written.set()
+        real.sleep(0.001)
+
+    real = time
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=sleep, perf_counter=real.perf_counter)
+    monkeypatch.setattr(publication_module, "time", clock)
+    publication = saver.start(tmp_path / "c", State(BIG))
+    FENCE.wait("the step")
+    assert publication.wait() is Outcome.PUBLISHED
+    assert slept[0] == 0.002 and max(slept) == 0.05
+    assert len(slept) < 500  # 5,000 of 2 ms
+    assert slept[-1] == 0.002  # again, as publishing takes a few polls
 
 
 def test_a_poll_starts_copies_later_unless_the_trainer_waits(tmp_path, monkeypatch) -> None:

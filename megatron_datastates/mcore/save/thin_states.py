@@ -23,7 +23,7 @@ from megatron_datastates.mcore.save.survey import has_buckets
 from megatron_datastates.mcore.save.thin_groups import makes_groups_as_torch
 
 _STEP = "step"
-# What Megatron does not store by parameter: it asks whether a name is in "step".
+# What Megatron does not store by parameter: it asks whether a name is in "step", and so are all its parts.
 _NOT_STORED = frozenset(_STEP[first:end] for first in range(5) for end in range(first, 5))
 _NAME = "stand-in"
 

@@ -120,8 +120,8 @@ def _announce(options: Options) -> None:
     how = "synchronously"
     if getattr(run_arguments(), "async_save", False):
         is_lazy = options.lazy
-        how = f"asynchronously, copied {'during the next forward and backward pass' * is_lazy}"
-        how += "before each save returns" * (not is_lazy)
+        when = "during the next forward and backward pass" if is_lazy else "before each save returns"
+        how = f"asynchronously, copied {when}"
     memory = f"{options.staging_memory / GIB:.3g} GiB" if options.staging_memory else "at most a rank's shard"
     where = getattr(run_arguments(), "save", None)
     first = f", first to the near tier {options.near} of each node" if options.near else ""
