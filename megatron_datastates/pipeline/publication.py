@@ -51,8 +51,8 @@ from megatron_datastates.pipeline.saving.milestones import State
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart, decode_failures, encode_failure
 
-# Between two polls of a trainer that waits. Each is a sum over all ranks: as long as a write lasts, they must neither
-# crowd the network nor fill NCCL's record of recent calls.
+# Between two polls of a trainer that waits. Each is a sum over all ranks: as long as a write lasts, they must
+# neither crowd the network nor fill NCCL's record of recent calls.
 _LEAST_POLL_SECONDS, _POLL_SHARE, _MOST_POLL_SECONDS = 0.002, 0.02, 0.05
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
