@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,32 @@ from megatron_datastates.pipeline.publishing.presence import missing_files, requ
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "VISIBLE_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("ranks", [3, presence._FEW_FILES + 1, 300])
+@pytest.mark.parametrize("threads", ["as many as it wants", "no"])
+def test_of_many_files_each_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: str
+) -> None:
+    if threads == "no":
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    for rank in range(ranks):
+        (tmp_path / f"data-{rank}").write_bytes(bytes(rank))
+    (tmp_path / "index").touch()
+    files = [SimpleNamespace(name=f"data-{rank}", bytes=rank, rank=rank) for rank in range(ranks)]
+    manifest: Any = SimpleNamespace(files=files, index=SimpleNamespace(name="index", bytes=0))
+    assert missing_files(tmp_path, manifest) == []
+    (tmp_path / "data-0").unlink()
+    (tmp_path / "data-2").write_bytes(b"12345")
+    assert missing_files(tmp_path, manifest) == [
+        "data-0 of rank 0",
+        "data-2 of rank 2 (has 5 bytes, expected 2)",
+    ]
+    assert len(missing_files(tmp_path / "none", manifest)) == ranks + 1
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def naming(size: int) -> Any:

@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import time
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +25,8 @@ from megatron_datastates.threads import ThreadPool
 
 T = TypeVar("T")
 VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0, and for errors to pass
-_OBJECT_THREADS = 16  # each waits for one answer at a time
+_THREADS = 16  # each waits for one answer of the storage at a time
+_FEW_FILES = 64  # are asked for by the caller itself: threads would take Python's lock from the trainer
 
 
 def named_after_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
@@ -155,13 +157,16 @@ def _unlike(wanted: dict[str, tuple[int, str]], sizes: dict[str, int]) -> dict[s
 
 
 def _file_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
+    def sizes(entries: Iterable[os.DirEntry[str]]) -> dict[str, int]:
+        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+
     try:
         with os.scandir(directory) as entries:
-            return {
-                entry.name: entry.stat(follow_symlinks=False).st_size
-                for entry in entries
-                if entry.name in wanted and entry.is_file(follow_symlinks=False)
-            }
+            found = [one for one in entries if one.name in wanted and one.is_file(follow_symlinks=False)]
+        if len(found) <= _FEW_FILES:
+            return sizes(found)
+        with ThreadPool(_THREADS) as threads:
+            return dict(ChainMap(*threads.map(sizes, (found[at::_THREADS] for at in range(_THREADS)))))
     except FileNotFoundError:
         return {}
 
@@ -193,7 +198,7 @@ def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
         except FileNotFoundError:
             return None
 
-    with ThreadPool(_OBJECT_THREADS) as threads:
+    with ThreadPool(_THREADS) as threads:
         found = dict(zip(wanted, threads.map(size, wanted), strict=True))
     return {name: size for name, size in found.items() if size is not None}
 
