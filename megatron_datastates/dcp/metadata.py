@@ -33,6 +33,16 @@ Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 Complete = Callable[[TensorProperties, str], None]
 
 
+def _properties(dtype: str, key: str) -> TensorProperties:
+    """Returns the properties of a tensor, each of which Megatron passes to `torch.empty`.
+
+    torch 2.15 adds the strides, which `torch.empty` does not know: the object has only the class's default.
+    """
+    properties = TensorProperties(dtype=torch_dtype(dtype, key))
+    vars(properties).pop("strides", None)
+    return properties
+
+
 class _StoredBoxes(NamedTuple):
     global_shape: tuple[int, ...]
     offsets: npt.NDArray[np.int64]
@@ -47,7 +57,7 @@ class StoredTensor(TensorStorageMetadata):
 
     def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
         dtype, shape = index.describe(key)
-        self.properties = TensorProperties(dtype=torch_dtype(dtype, key))
+        self.properties = _properties(dtype, key)
         self.size = torch.Size(shape)
         self._index, self._key, self._boxes = index, key, boxes
         self._global_shape = shape  # `size` may be assigned
@@ -90,7 +100,7 @@ class StateInBuckets(StoredTensor):
     """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
 
     def __init__(self, state: StateTensor, boxes: Boxes) -> None:
-        self.properties = TensorProperties(dtype=torch_dtype(state.dtype, state.key))
+        self.properties = _properties(state.dtype, state.key)
         self.size = torch.Size(state.global_shape)
         self._state, self._key, self._boxes = state, state.key, boxes
         self._global_shape = state.global_shape

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.unit.command import run
+from tests.unit.converting import convert_to
 from tests.unit.trained import save_trained
 
 NESTED: dict[str, Any] = {
@@ -123,6 +124,33 @@ def test_what_contradicts_something_else_is_a_fault(
     change(metadata)
     (megatrons / ".metadata").write_bytes(pickle.dumps(metadata))
     assert text in " ".join(faults_of(megatrons))
+
+
+@pytest.mark.parametrize(("strides", "is_fault"), [((3, 1), False), (None, False), (7, True)])
+def test_torch_2_15_adds_strides_to_the_properties(
+    nested: Path, monkeypatch: pytest.MonkeyPatch, strides: object, is_fault: bool
+) -> None:
+    metadata = pickle.loads((nested / ".metadata").read_bytes())
+    add_strides(monkeypatch, strides)
+    (nested / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert bool(faults_of(nested)) is is_fault
+
+
+def test_a_conversion_leaves_strides_out_so_that_older_releases_read_it(
+    nested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_strides(monkeypatch, (1,))
+    convert_to(nested, tmp_path / "ours")
+    convert_to(tmp_path / "ours", tmp_path / "back")
+    seen: list[int] = []
+    monkeypatch.setattr(TensorProperties, "__setstate__", lambda properties, state: seen.append(len(state)))
+    pickle.loads((tmp_path / "back" / ".metadata").read_bytes())
+    assert seen == [5] * 4
+
+
+def add_strides(monkeypatch: pytest.MonkeyPatch, strides: object) -> None:
+    pickled = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda one: (*pickled(one)[:5], strides))
 
 
 def test_a_key_with_control_characters_is_a_note(tmp_path: Path) -> None:

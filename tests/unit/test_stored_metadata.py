@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader as DCPReader
+from megatron_datastates.dcp import metadata as metadata_module
 from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.dcp.metadata import StoredMetadata
 from megatron_datastates.errors import FormatError, MismatchError
@@ -69,6 +72,20 @@ def test_no_fragment_is_read_for_keys_sizes_and_dtypes(checkpoint, monkeypatch):
     assert metadata.get("y") is None
     with pytest.raises(KeyError):
         metadata["y"]
+
+
+def test_megatron_can_pass_all_properties_to_torch(checkpoint, monkeypatch):
+    """As its `load_tensors_metadata` does: of torch 2.15, too, whose strides `torch.empty` does not know."""
+    monkeypatch.setattr(metadata_module, "TensorProperties", PropertiesOfTorch215)
+    stored = known(checkpoint)["w"]
+    empty = torch.empty(stored.size, **stored.properties.__dict__, device="meta")
+    assert (empty.dtype, empty.shape) == (torch.uint8, (LAYERS, ROWS, 3))
+    assert stored.properties == PropertiesOfTorch215(dtype=torch.uint8)
+
+
+@dataclasses.dataclass
+class PropertiesOfTorch215(TensorProperties):
+    strides: tuple[int, ...] | None = None
 
 
 def test_a_size_that_was_assigned_is_kept(checkpoint):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
+import io
 import itertools
 import os
 import pickle
@@ -134,7 +136,18 @@ def encode_index(
     )
     if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not so in torch 2.6
         metadata.version = filesystem.CURRENT_DCP_VERSION
-    return pickle.dumps(metadata)
+    file = io.BytesIO()
+    _Pickler(file).dump(metadata)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out the strides that torch 2.15 adds to properties: older releases could not read them."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is not TensorProperties:
+            return NotImplemented
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined]
 
 
 def _planner_data(facts: Facts | None, keys: Set[str]) -> Any:

@@ -38,6 +38,8 @@ from megatron_datastates.pipeline.runs.runs import metadata_members
 
 UNCOVERED = "index: no checksum in this format, its structure was checked"
 
+_PROPERTIES = ["layout", bool, "_MEM_FORMAT_ENCODING", bool]  # after the dtype
+
 # What every release of DCP writes of a class, and what only later ones do.
 _ATTRIBUTES: dict[type, tuple[set[str], set[str]]] = {
     Metadata: ({"state_dict_metadata", "planner_data", "storage_data"}, {"storage_meta", "version"}),
@@ -137,8 +139,9 @@ def _attribute_faults(value: Any) -> Iterator[str]:
 def _property_faults(key: str, properties: Any) -> Iterator[str]:
     others = properties.others if isinstance(properties, Properties) else ()
     kinds = [one.of if isinstance(one, Member) else type(one) for one in others]
-    if kinds != ["layout", bool, "_MEM_FORMAT_ENCODING", bool]:
-        yield f"tensor {key!r} has properties {others}, expected DCP's five"
+    before, strides = kinds[:4], kinds[4:]  # from torch 2.15 on
+    if before != _PROPERTIES or strides not in ([], [tuple], [type(None)]):
+        yield f"tensor {key!r} has properties {others}, expected DCP's five or six"
 
 
 def _record_faults(metadata: Metadata) -> Iterator[str]:

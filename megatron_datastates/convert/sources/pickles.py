@@ -89,7 +89,7 @@ class Properties(_Fields):
     """DCP's properties of a tensor, which are pickled as a tuple."""
 
     dtype: Any
-    others: tuple[Any, ...]  # layout, requires_grad, memory_format, pin_memory
+    others: tuple[Any, ...]  # layout, requires_grad, memory_format, pin_memory; strides
 
     def __setstate__(self, state: Any) -> None:
         _check_few(state)
