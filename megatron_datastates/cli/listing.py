@@ -56,7 +56,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     Complete means that all files are there, with the sizes that the manifest or .metadata has for them;
     `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
     resumes loads it. A dash marks those that a later job is known to have left, as it resumed from an older
-    one. With --near, what the near tier of this node has of the run follows. A last line says which
+    one. With --near, what the near tier of this node has of the run follows. A line says which
     directory has non-persistent checkpoints of the run, if any: give it to list them.
 
     Exit codes: 0 listed; 2 nothing to list, or no directory of that name.
