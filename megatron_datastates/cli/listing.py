@@ -194,7 +194,12 @@ def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
 
 
 def _print_non_persistent(root: Path) -> None:
-    if (other := non_persistent_in(root)) is not None:
+    try:
+        other = non_persistent_in(root)
+    except DataStatesError as error:
+        say(f"not listed: {error}")
+        return
+    if other is not None:
         which = "loads that one" if other.is_resumed else "does not load them, as that is older"
         say(
             f"{other.directory} has non-persistent checkpoints, up to iteration {other.iteration}: a run "

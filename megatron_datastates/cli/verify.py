@@ -131,7 +131,11 @@ def _checkpoints(
 
 def _note_non_persistent(run: Path, every: bool) -> None:
     """Says which non-persistent checkpoints of a run are not checked, though one may be resumed from."""
-    other = non_persistent_in(run)
+    try:
+        other = non_persistent_in(run)
+    except DataStatesError as error:
+        note(f"datastates: not checked: {error}")
+        return
     if other is not None and (other.is_resumed or every):
         resumed = ", which a run that resumes with --non-persistent-ckpt-type global loads" * other.is_resumed
         note(

@@ -22,7 +22,7 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_of_a_checkpoint
 from megatron_datastates.pipeline.runs.runs import stored_backend
-from megatron_datastates.pipeline.runs.tracker import tracked_iteration, tracked_name
+from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration, tracked_name
 
 _MOST_NAMED = 8
 
@@ -177,9 +177,19 @@ def non_persistent_in(run: Path) -> NonPersistent | None:
     """Returns a run's non-persistent checkpoints; None if Megatron would resume from none of them.
 
     They are in no object store.
+
+    Raises:
+        StorageError: their tracker may be there and cannot be read.
     """
     directory = run / NON_PERSISTENT_NAME
-    newest = None if is_object(run) else tracked_iteration(directory / TRACKER_NAME)
+    tracker = directory / TRACKER_NAME
+    try:
+        newest = None if is_object(run) else read_tracked(tracker)
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        text = f"the non-persistent checkpoints: {tracker} cannot be read: {error.strerror}"
+        raise StorageError.of(error, tracker, text) from error
     if newest is None:
         return None
     return NonPersistent(directory, newest, newest >= (tracked_iteration(run / TRACKER_NAME) or 0))
