@@ -41,7 +41,8 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
     """
     from megatron_datastates.pipeline.upkeep.retention import plan_prune
 
-    plan, call = plan_prune(root, rules, others), _Call(yes, quiet=as_json)
+    plan = last = plan_prune(root, rules, others)
+    call = _Call(yes, quiet=as_json)
     for one, why in plan.kept:
         call.keep(one, why)
     if yes and plan.removed:
@@ -50,7 +51,10 @@ def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool,
         try:
             if not one.complete:
                 call.keep(one, "incomplete: without --drop-optimizer, prune removes it")
-            elif yes and one not in plan_prune(root, rules, others, (one, plan)).removed:
+                continue
+            if yes:
+                last = plan_prune(root, rules, others, (one, last))
+            if yes and one not in last.removed:
                 call.keep(one, "a save into it may be under way")
             else:
                 call.drop(one)

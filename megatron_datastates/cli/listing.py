@@ -25,7 +25,7 @@ from megatron_datastates.errors import DataStatesError, NotACheckpointError, Opt
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.pipeline.near.listing import NearCheckpoint, near_iterations
 from megatron_datastates.pipeline.near.places import near_root, near_run
-from megatron_datastates.pipeline.runs.run_folders import why_no_run
+from megatron_datastates.pipeline.runs.run_folders import non_persistent_in, why_no_run
 from megatron_datastates.pipeline.runs.runs import has_file, is_published
 from megatron_datastates.pipeline.runs.tracker import tracked_name
 from megatron_datastates.units import size_text
@@ -56,7 +56,8 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
     Complete means that all files are there, with the sizes that the manifest or .metadata has for them;
     `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
     resumes loads it. A dash marks those that a later job is known to have left, as it resumed from an older
-    one. With --near, what the near tier of this node has of the run follows.
+    one. With --near, what the near tier of this node has of the run follows. A line says which
+    directory has non-persistent checkpoints of the run, if any: give it to list them.
 
     Exit codes: 0 listed; 2 nothing to list, or no directory of that name.
 
@@ -87,6 +88,7 @@ def list_checkpoints(root: Path, as_json: bool, near_text: str | None) -> None:
             _print_tracker(root, looks, is_near=bool(held))
             if any(look.abandoned for look in looks):
                 say("- of an abandoned branch: a later job resumed from an older checkpoint, or began anew")
+            _print_non_persistent(root)
     if near and not as_json:
         _print_near(near, held, looks)
 
@@ -189,3 +191,17 @@ def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
         else:
             unless = ", or with --datastates-near from what near tiers have" * is_near
             say(f"There is no {TRACKER_NAME}: Megatron would start from random weights{unless}")
+
+
+def _print_non_persistent(root: Path) -> None:
+    try:
+        other = non_persistent_in(root)
+    except DataStatesError as error:
+        say(f"not listed: {error}")
+        return
+    if other is not None:
+        which = "loads that one" if other.is_resumed else "does not load them, as that is older"
+        say(
+            f"{other.directory} has non-persistent checkpoints, up to iteration {other.iteration}: a run "
+            f"that resumes with --non-persistent-ckpt-type global {which}"
+        )

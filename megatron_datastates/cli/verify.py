@@ -37,7 +37,12 @@ from megatron_datastates.errors import (
     describe_error,
 )
 from megatron_datastates.files import is_out_of_reach
-from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, why_no_run
+from megatron_datastates.pipeline.runs.run_folders import (
+    checkpoint_directories,
+    is_run,
+    non_persistent_in,
+    why_no_run,
+)
 from megatron_datastates.pipeline.runs.runs import is_published, require_readable
 from megatron_datastates.units import size_text
 
@@ -119,7 +124,24 @@ def _checkpoints(
             found.append((directory, error))
         else:
             found += [(path, None) for path in paths]
+            if iteration is None and paths != [directory]:  # it is a run
+                _note_non_persistent(directory, every)
     return found
+
+
+def _note_non_persistent(run: Path, every: bool) -> None:
+    """Says which non-persistent checkpoints of a run are not checked, though one may be resumed from."""
+    try:
+        other = non_persistent_in(run)
+    except DataStatesError as error:
+        note(f"datastates: not checked: {error}")
+        return
+    if other is not None and (other.is_resumed or every):
+        resumed = ", which a run that resumes with --non-persistent-ckpt-type global loads" * other.is_resumed
+        note(
+            f"datastates: not checked: the non-persistent checkpoints in {other.directory}, up to iteration "
+            f"{other.iteration}{resumed}: check with `datastates verify{' --all' * every} {other.directory}`"
+        )
 
 
 def _all_of_run(directory: Path) -> list[Path]:

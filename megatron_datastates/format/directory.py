@@ -21,6 +21,7 @@ TORCH_DIST_INDEX = ".metadata"  # DCP's
 OPTIMIZER_MAPS_NAME = "datastates-optimizer-maps.json"  # ours, in a converted checkpoint of torch_dist
 INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
 TRACKER_NAME = "latest_checkpointed_iteration.txt"  # Megatron's, beside the iterations of a run
+NON_PERSISTENT_NAME = "non_persistent"  # Megatron's, in a run's directory: has a tracker and iterations
 REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest, or the index, of what prune removes
 JOURNAL_NAME = ".datastates-weights.tmp"  # what prune --drop-optimizer makes and replaces in a directory
 COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over

@@ -80,6 +80,25 @@ def test_unreadable_tracker_falls_back_to_newest_published_checkpoint(
     assert resumed.differences(reference("tp2")) == []
 
 
+def test_a_tracker_that_lags_is_followed_and_one_line_names_the_newer_checkpoint(
+    ckpt_format: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    """As a kill leaves it that comes after a save was published, and before the tracker was written."""
+    if ckpt_format != "datastates":
+        pytest.skip("manifests say what continues a checkpoint")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    pretraining.run(*train(STEPS, checkpoints.root, ckpt_format), *STOPPED_AT_4)
+    tracker = checkpoints.root / TRACKER
+    tracker.write_text("2")
+    before = (checkpoints.at(4) / "datastates.manifest").stat().st_mtime - 1.0
+    os.utime(tracker, (before, before))
+
+    resumed = pretraining.run(*train(STEPS, checkpoints.root, ckpt_format))
+
+    assert resumed.resumed_from(reference("tp2")) == 2
+    assert resumed.log.count("as the tracker names it, although iteration 4, which continues it,") == 1
+
+
 def test_unreadable_tracker_does_not_fall_back_to_an_unpublished_checkpoint(
     ckpt_format: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:

@@ -85,7 +85,9 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state["decoder.layers.mlp.linear_fc1.layer_norm_weight"] = torch.ones(4, 8)
     for iteration in (1000, 2000):
         ds.save(state, f"runs/gpt/iter_{iteration:07d}", iteration=iteration)
+    ds.save(state, "runs/gpt/non_persistent/iter_0002500", iteration=2500)
     Path("runs/gpt/latest_checkpointed_iteration.txt").write_text("2000")
+    Path("runs/gpt/non_persistent/latest_checkpointed_iteration.txt").write_text("2500")
     shutil.copy(ROOT / "tests" / "unit" / "reports" / "run.jsonl", "report.jsonl")
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 2"
     words += " --vocab-size 9 --max-position-embeddings 9"

@@ -152,6 +152,39 @@ def test_a_tracker_that_names_what_is_missing_is_said(a_run: Path):
     assert "would start from random weights" in output_of("ls", a_run)
 
 
+def put_non_persistent(root: Path, *iterations: int) -> Path:
+    """Makes non-persistent checkpoints of copies of the first iteration; their tracker names the last."""
+    for number in iterations:
+        shutil.copytree(root / "iter_0000005", root / "non_persistent" / f"iter_{number:07d}")
+    (root / "non_persistent" / TRACKER).write_text(str(iterations[-1]))
+    return root / "non_persistent"
+
+
+@pytest.mark.parametrize("newest", [4, 5, 7])
+def test_ls_and_verify_name_the_non_persistent_checkpoints_of_a_run(a_run: Path, newest: int) -> None:
+    """Megatron loads one that is as new as what the tracker names, if the run asks for such checkpoints."""
+    before = output_of("ls", a_run)
+    other, loads = put_non_persistent(a_run, 3, newest), newest >= 5
+    lines = output_of("ls", a_run).splitlines()
+    assert lines[:-1] == before.splitlines()
+    assert f"{other} has non-persistent checkpoints, up to iteration {newest}: a run that" in lines[-1]
+    assert lines[-1].endswith("global loads that one" if loads else "does not load them, as that is older")
+    code, printed, reported = run("verify", a_run, "--json")
+    assert (code, json.loads(printed)["good"]) == (0, True)
+    not_checked = f"not checked: the non-persistent checkpoints in {other}, up to iteration {newest}"
+    assert (not_checked in reported) == loads == reported.endswith(f"with `datastates verify {other}`\n")
+    reported = run("verify", "--all", a_run)[2]
+    assert not_checked in reported and f"check with `datastates verify --all {other}`" in reported
+    for given in ([a_run / "iter_0000005"], [other], [a_run, "--iteration", 5]):
+        assert "non-persistent" not in run("verify", *given)[2]
+
+
+def test_non_persistent_checkpoints_that_nothing_resumes_from_are_not_named(a_run: Path) -> None:
+    other = put_non_persistent(a_run, 7)
+    (other / TRACKER).unlink()
+    assert "non-persistent" not in output_of("ls", a_run) + run("verify", a_run)[2]
+
+
 def test_what_may_not_be_read_is_not_called_damaged(a_run: Path, monkeypatch: pytest.MonkeyPatch):
     def denied(path: Any, *more: Any) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -61,6 +61,22 @@ def test_a_hidden_checkpoint_ends_neither_ls_nor_prune(checkpoint: Path) -> None
     assert code == 0 and f"keep  {checkpoint}" in printed
 
 
+def test_hidden_non_persistent_checkpoints_of_a_run_are_said(checkpoint: Path) -> None:
+    """A resume may load one of them."""
+    root, hidden = checkpoint.parent, checkpoint.parent / "non_persistent"
+    hidden.mkdir()
+    hidden.chmod(0)
+    text = f"the non-persistent checkpoints: {hidden}/latest_checkpointed_iteration.txt {DENIED}"
+    assert run("ls", root)[1].splitlines()[-1] == f"not listed: {text}"
+    code, _, said = run("verify", root)
+    assert code == 0 and f"datastates: not checked: {text}" in said
+    hidden.chmod(0o755)
+    assert "non-persistent" not in run("ls", root)[1] + run("verify", root)[2]
+    hidden.rmdir()
+    hidden.touch()
+    assert run("ls", root)[0] == run("verify", root)[0] == 0
+
+
 @pytest.mark.parametrize("call", ["lstat", "stat"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_checkpoint_on_a_broken_disk_does_not_end_ls(

@@ -35,6 +35,7 @@ from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpo
 from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, run_arguments, uses_fsdp
 from megatron_datastates.mcore.training.damaged import chosen, damage_error
+from megatron_datastates.mcore.training.lagging import note_newer
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
@@ -93,6 +94,7 @@ def _load(original: Callable[[], Any], purpose: str) -> Any:
             if _has_resumed(purpose):
                 _restore_after_dcp(load)
                 note_load(load.directory, result, _manifest_of(load))
+                note_newer()
             _require_loader()
             return result
         except CheckpointingException as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, some_of
 from megatron_datastates.files import folders_in, is_object, names_in
 from megatron_datastates.format.directory import (
+    NON_PERSISTENT_NAME,
     RELEASE_NAME,
     TORCH_DIST_INDEX,
     TRACKER_NAME,
@@ -21,7 +22,7 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_of_a_checkpoint
 from megatron_datastates.pipeline.runs.runs import stored_backend
-from megatron_datastates.pipeline.runs.tracker import tracked_name
+from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration, tracked_name
 
 _MOST_NAMED = 8
 
@@ -161,6 +162,37 @@ def checkpoint_directories(run: Path) -> list[Path]:
         run / name
         for name in sorted(names, key=lambda name: (numbers[name] or 0, name != RELEASE_NAME, name))
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class NonPersistent:
+    """A run's non-persistent checkpoints, where Megatron saves them by default."""
+
+    directory: Path
+    iteration: int  # that their own tracker names, the newest
+    is_resumed: bool  # with --non-persistent-ckpt-type global, in place of what the run's tracker names
+
+
+def non_persistent_in(run: Path) -> NonPersistent | None:
+    """Returns a run's non-persistent checkpoints; None if Megatron would resume from none of them.
+
+    They are in no object store.
+
+    Raises:
+        StorageError: their tracker may be there and cannot be read.
+    """
+    directory = run / NON_PERSISTENT_NAME
+    tracker = directory / TRACKER_NAME
+    try:
+        newest = None if is_object(run) else read_tracked(tracker)
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        text = f"the non-persistent checkpoints: {tracker} cannot be read: {error.strerror}"
+        raise StorageError.of(error, tracker, text) from error
+    if newest is None:
+        return None
+    return NonPersistent(directory, newest, newest >= (tracked_iteration(run / TRACKER_NAME) or 0))
 
 
 def _what_there_is(run: Path) -> str:

@@ -70,7 +70,7 @@ def prune(
         DataStatesError: as `plan_prune`, before anything is removed or without `fails`.
     """
     points, gone = Faults(faults), []
-    plan = plan_prune(root, rules, others)
+    plan = last = plan_prune(root, rules, others)
     if plan.removed:
         rules = rules.by_clock_of(plan.removed[0].path.parent)
     for iteration in plan.removed:
@@ -80,10 +80,10 @@ def prune(
                 why = ObjectRemoval(iteration, points).run(rules.min_age_seconds)
             else:
                 removal = _Removal(iteration.path, index_name, points)
-                again = plan_prune(root, rules, others, (iteration, plan))
-                if iteration in again.removed:
+                last = plan_prune(root, rules, others, (iteration, last))
+                if iteration in last.removed:
                     why = removal.run()
-                elif (why := _why_kept(iteration, again)) is None:
+                elif (why := _why_kept(iteration, last)) is None:
                     continue
         except DataStatesError as error:  # of the second decision
             if fails is None:

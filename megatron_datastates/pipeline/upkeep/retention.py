@@ -31,7 +31,7 @@ from types import MappingProxyType
 
 from megatron_datastates.engine.atomic_files import MIN_AGE_SECONDS
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
-from megatron_datastates.files import is_denied, is_object, names_in, path_of
+from megatron_datastates.files import Status, is_denied, is_object, names_in, path_of, status_of
 from megatron_datastates.format.directory import (
     BACKEND,
     METADATA_NAME,
@@ -49,6 +49,8 @@ from megatron_datastates.pipeline.runs.runs import (
     Iteration,
     find_answered,
     find_iterations,
+    format_seen,
+    is_complete,
     is_named_by_megatron,
 )
 from megatron_datastates.pipeline.runs.tracker import Tracker, read_tracker
@@ -105,7 +107,7 @@ class PrunePlan:
     kept: list[tuple[Iteration, str]]
     left_overs: list[UnnamedFile]  # removed from directories that are kept; and uploads that have not ended
     note: str = ""  # what could not be looked for
-    undamaged: list[int] = dataclasses.field(default_factory=list)  # iterations, ascending
+    basis: _Basis | None = None  # for a second decision
 
 
 def plan_prune(
@@ -118,7 +120,8 @@ def plan_prune(
 
     Args:
         others: given for torch_dist if the rules apply to its checkpoints, too.
-        again: one of a plan's, to decide about it alone. Of the others, damage is not looked for again.
+        again: one of a plan's, to decide about it alone, and the last plan or decision. The others are looked
+            at again only if something has changed since that which may keep it, and not for damage.
 
     Raises:
         StorageError: `root` cannot be listed, or its tracker cannot be read.
@@ -126,19 +129,12 @@ def plan_prune(
         NotACheckpointError: there is no iteration.
     """
     path = path_of(root)
-    listing = _list(path, others)
-    wanted = [one for one in listing.iterations if again is None or one.path == again[0].path]
-    complaints = {one.path: _complaint(one, others) for one in wanted}
-    known = [] if again is None else again[1].undamaged
-    undamaged = {
-        one.number: one.path
-        for one in listing.iterations
-        if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
-    }
-    latest = by_branch(path, undamaged, rules.keep_last or 1)
-    basis = _Basis(rules, others, listing, complaints, sorted(undamaged), latest)
-    plan = PrunePlan([], [], _old_enough(listing.uploads, rules), listing.note, basis.undamaged)
-    for iteration in wanted:
+    basis = None if again is None else _unchanged(path, rules, others, *again)
+    basis = basis or _look(path, rules, others, again)
+    plan = PrunePlan([], [], _old_enough(basis.listing.uploads, rules), basis.listing.note, basis)
+    for iteration in basis.listing.iterations:
+        if iteration.path not in basis.complaints:
+            continue
         with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
             unnamed = _unnamed(iteration, basis)
             why = _reason(iteration, basis) or _save_under_way(iteration, unnamed, basis)
@@ -146,7 +142,11 @@ def plan_prune(
                 plan.removed.append(iteration)
                 continue
             plan.kept.append((iteration, why))
-            if iteration.format == BACKEND and iteration.complete and complaints[iteration.path] is None:
+            if (
+                iteration.format == BACKEND
+                and iteration.complete
+                and basis.complaints[iteration.path] is None
+            ):
                 plan.left_overs.extend(_old_enough(unnamed, rules))
     return plan
 
@@ -169,9 +169,65 @@ class _Basis:
     rules: RetentionRules
     others: OtherFormats
     listing: _Listing
-    complaints: dict[Path, str | None]  # why the rules do not apply to a directory
+    complaints: dict[Path, str | None]  # why the rules do not apply to a directory that is decided about
     undamaged: list[int]  # iterations, ascending
     latest: list[int]  # of them, the newest ones, newest first; those of branches that were left come last
+    relied_on: dict[Path, Status | None]  # what lets others be removed, as it was before the look
+
+
+def _look(
+    path: Path, rules: RetentionRules, others: OtherFormats, again: tuple[Iteration, PrunePlan] | None
+) -> _Basis:
+    """Looks at all iterations of a run; for damage only at those that are decided about."""
+    seen = {} if is_object(path) else _statuses(path)
+    listing = _list(path, others)
+    wanted = [one for one in listing.iterations if again is None or one.path == again[0].path]
+    complaints = {one.path: _complaint(one, others) for one in wanted}
+    known = again[1].basis.undamaged if again is not None and again[1].basis is not None else []
+    undamaged = {
+        one.number: one.path
+        for one in listing.iterations
+        if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
+    }
+    latest = by_branch(path, undamaged, rules.keep_last or 1)
+    numbers = sorted(undamaged)
+    relied_on = {undamaged[number]: seen.get(undamaged[number]) for number in {*latest, *numbers[-1:]}}
+    return _Basis(rules, others, listing, complaints, numbers, latest, relied_on)
+
+
+def _statuses(run: Path) -> dict[Path, Status | None]:
+    try:
+        return {run / name: status_of(run / name) for name in os.listdir(run)}
+    except OSError:
+        return {}  # the listing raises it
+
+
+def _unchanged(
+    path: Path, rules: RetentionRules, others: OtherFormats, one: Iteration, last: PrunePlan
+) -> _Basis | None:
+    """Returns what a second decision about one directory depends on; None if all have to be looked at again.
+
+    A run may have thousands: to look at all of them before each removal would take longer than the removals.
+    What may keep a directory that was to be removed is in itself, a link to it, another tracker, or a change
+    of what is kept in its place. Newer checkpoints, which a job saves meanwhile, do not.
+    """
+    basis = last.basis
+    if basis is None or is_object(path):
+        return None
+    try:
+        tracker, links = read_tracker(path), _links(path)
+        if tracker != basis.listing.tracker:
+            return None
+        if any(status_of(where) != status for where, status in basis.relied_on.items()):
+            return None
+        is_there = status_of(one.path) is not None
+    except (OSError, DataStatesError):  # a look at all of them says more
+        return None
+    found = Iteration(one.number, one.path, format_seen(one.path), is_complete(one.path))
+    iterations = [_seen(found, others)] if is_there else []
+    complaints = {each.path: _complaint(each, others) for each in iterations}
+    listing = _Listing(iterations, tracker, links, [], "")
+    return dataclasses.replace(basis, rules=rules, others=others, listing=listing, complaints=complaints)
 
 
 def _list(path: Path, others: OtherFormats) -> _Listing:
