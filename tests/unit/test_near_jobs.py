@@ -326,7 +326,7 @@ def test_jobs_are_noted_in_save_and_in_near_tiers(tmp_path: Path) -> None:
 def test_a_note_that_could_not_be_written_is_kept_for_the_next_call(tmp_path: Path) -> None:
     run, notes = tmp_path / "run", job_notes.JobNotes()
     run.touch()  # no directory
-    notes.add(run, [run], SaveId(A, 1), 0, None)
+    notes.add(job_notes.JobNote(run, SaveId(A, 1), 0, None), [run])
     notes.write()
     run.unlink()
     run.mkdir()
