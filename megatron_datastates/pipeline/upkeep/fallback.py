@@ -55,7 +55,7 @@ def find_older_checkpoint(
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:
             break
-        faults, unread, unchecked = _verified(root / iteration_name(iteration), collectives, options)
+        faults, unread, unchecked = verify_together(root / iteration_name(iteration), collectives, options)
         if not faults and not unread:
             search.iteration, search.has_checksums = iteration, not unchecked
             point = known_point(root / iteration_name(iteration), iteration)
@@ -67,15 +67,6 @@ def find_older_checkpoint(
     other = collectives.share_from_first(other)
     search.other = None if other == _NONE else other
     return search
-
-
-def verify_together(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
-    """Returns the numbers of faults of one checkpoint, and of what cannot be read now, damaged or not.
-
-    Collective: all ranks call it, and find the same.
-    """
-    faults, unread, _ = _verified(directory, collectives, options)
-    return faults, unread
 
 
 def _other_format(damaged: Path, root: Path, after: int) -> int:
@@ -105,18 +96,18 @@ def _older(damaged: Path, root: Path, most: int) -> list[int]:
     return by_branch(root, older, most, known_point(damaged, number))
 
 
-def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int, int]:
-    """Returns what the ranks found together.
+def verify_together(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int, int]:
+    """Returns the numbers of faults, of what cannot be read now (damaged or not), and of unchecked files.
 
-    These are numbers of faults, of what cannot be read now, and of files without checksums.
+    Those are of one checkpoint; unchecked files have no checksums. Collective: all ranks call it, and find
+    the same.
     """
     began = time.monotonic()
     with ThreadPool(1, "datastates-verify") as thread:
         share = thread.submit(_check, directory, collectives.rank, collectives.size, options)
-        done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
-        while done < collectives.size:
+        while (sums := _sums(share, collectives))[0] < collectives.size:
             time.sleep(_POLL_SECONDS)
-            done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
+    _, faults, unread, unchecked, mebibytes = sums
     if collectives.rank == 0:
         seconds = time.monotonic() - began
         found = "1 fault" if faults == 1 else f"{faults} faults"
