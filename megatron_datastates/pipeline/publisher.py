@@ -17,13 +17,14 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.share import NearPlace, NearShare
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
-from megatron_datastates.pipeline.publishing.documents import PublicationExtras, record_of, small_files
+from megatron_datastates.pipeline.publishing.documents import PublicationExtras, small_files
 from megatron_datastates.pipeline.publishing.indexes import LOOK_SECONDS, PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
+from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart, StableRecord
+from megatron_datastates.pipeline.saving.stable import stable_record
 
 
 class Publisher:
@@ -79,16 +80,33 @@ class Publisher:
         Args:
             is_first: whether this is rank 0, which decides when layouts are forgotten.
         """
+        save, file, times = self._save, self._save.file, self._save.times()
+        layouts, stable = self.indexes.own, save.stable.shared if save.stable is not None else None
         index_bytes, providers_bytes = self.indexes.unknown_bytes()
-        return record_of(
-            self._save,
-            index_bytes=index_bytes,
+        return RankRecord(
+            rank=save.context.rank,
+            has_file=file is not None,
+            file_bytes=file.bytes if file else 0,
+            footer_offset=file.footer_offset if file else 0,
+            footer_crc=file.footer_crc if file else 0,
+            layout_digest=layouts[0].digest if layouts else bytes(16),
+            layout_bytes=index_bytes[0] if layouts else 0,
+            held=save.held.total,
+            fence=save.fence_seconds,
+            stream_wait=times["stream_wait"],
+            staging=times["staging"],
+            writing=times["writing"],
+            durable=times["durable"],
+            slot_wait=times["slot_wait"],
             providers_digest=self.indexes.providers[0],
             providers_bytes=providers_bytes,
             node=self.place.node,
+            is_near=save.context.near is not None,
+            forgets=is_first and self.layouts.should_forget(),
             host=self.place.host,
             endpoint=self.place.endpoint,
-            forgets=is_first and self.layouts.should_forget(),
+            iteration=-1 if save.context.iteration is None else save.context.iteration,
+            stable=stable_record(stable, layouts[1].digest, index_bytes[1]) if stable else StableRecord(),
         )
 
     def start(self, collectives: Collectives, *, is_awaited: bool) -> None:

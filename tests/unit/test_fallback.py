@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def test_a_newer_one_of_another_format_is_not_verified_and_is_named(tmp_path, wh
             (path / ".metadata").touch()
     found = look(tmp_path, 6, 9)
     assert found == expected if whole else found.other == expected
+
+
+def test_a_copy_under_a_name_that_megatron_does_not_load_is_not_verified(tmp_path):
+    make(tmp_path, 1, 4)
+    shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_3")
+    assert look(tmp_path, 4, 9) == FallbackSearch(1)
 
 
 def test_an_older_one_of_another_format_is_not_named(tmp_path):

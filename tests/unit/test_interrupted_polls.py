@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_datastates.engine import staging
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import publication as publication_module
-from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publisher import Publisher
 from megatron_datastates.pipeline.publishing import directory_publisher
@@ -65,14 +63,12 @@ def assert_saves(saver: Saver, directory: Path) -> None:
     assert ds.load(directory)["w0"].unique().tolist() == [9]
 
 
-@pytest.mark.parametrize(
-    "module, name", [(publisher_module, "record_of"), (publication_module, "encode_failure")]
-)
+@pytest.mark.parametrize("owner, name", [(Publisher, "record"), (publication_module, "encode_failure")])
 def test_an_interrupted_poll_is_no_success(
-    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     """The sums of a poll are used once: acted on again, they would say that all is published."""
-    monkeypatch.setattr(module, name, once(getattr(module, name), interrupt))
+    monkeypatch.setattr(owner, name, once(getattr(owner, name), interrupt))
     publication = saver.start(tmp_path / "a", state(1))
     if name == "encode_failure":
         publication.save.fail(OSError("the disk"))
@@ -174,7 +170,7 @@ def test_a_save_within_a_poll_is_refused_and_harms_nothing(
         with pytest.raises(DataStatesError, match=NESTED):
             publication.wait()
 
-    monkeypatch.setattr(publisher_module, "record_of", once(publisher_module.record_of, nested))
+    monkeypatch.setattr(Publisher, "record", once(Publisher.record, nested))
     publication = saver.start(tmp_path / "a", state(1))
     assert publication.wait() is Outcome.PUBLISHED
     assert_saves(saver, tmp_path / "c")

@@ -29,9 +29,9 @@ from megatron_datastates.engine.native import Output
 from megatron_datastates.errors import CHANGED_TOO_EARLY
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import publisher
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publisher import Publisher
 from megatron_datastates.pipeline.publishing import directory_publisher, lateness
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
@@ -626,14 +626,14 @@ def test_an_interrupted_save_does_not_remove_what_a_later_one_has_published(
     saves_later, tmp_path, monkeypatch
 ):
     """It was abandoned while it was being published: then it removes nothing before its end is known."""
-    saver, state, record_of = new_saver(**LINKING), state_of(), publisher.record_of
+    saver, state, record_of = new_saver(**LINKING), state_of(), Publisher.record
     save(saver, tmp_path / "0", state)
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(publisher, "record_of", record_of)
+        monkeypatch.setattr(Publisher, "record", record_of)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(publisher, "record_of", interrupt)
+    monkeypatch.setattr(Publisher, "record", interrupt)
     abandoned = start(saver, tmp_path / "1", state)
     with pytest.raises(KeyboardInterrupt):
         while abandoned.poll() is Outcome.PENDING:

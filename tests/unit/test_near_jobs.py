@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near import job_notes
-from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
+from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.runs import history
 from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_from
 from megatron_datastates.pipeline.runs.history import History, by_branch
@@ -325,7 +326,7 @@ def test_jobs_are_noted_in_save_and_in_near_tiers(tmp_path: Path) -> None:
 def test_a_note_that_could_not_be_written_is_kept_for_the_next_call(tmp_path: Path) -> None:
     run, notes = tmp_path / "run", job_notes.JobNotes()
     run.touch()  # no directory
-    notes.add(run, [run], SaveId(A, 1), 0, None)
+    notes.add(job_notes.JobNote(run, SaveId(A, 1), 0, None), [run])
     notes.write()
     run.unlink()
     run.mkdir()
@@ -379,11 +380,14 @@ def test_what_an_earlier_job_has_left_goes_once_nobody_needs_it(
     folder = run / "iter_0000001"
     folder.mkdir(parents=True)
     (folder / SaveId(A, 1).data_file_name(0)).touch()
-    earlier = EarlierJobs()
-    earlier.begin(run, C)
+    room, saves = Room(keep=len(kept) + 1), []
+    for run_id in (*kept, C):
+        near, far = (tmp_path / name / "iter_0000002" for name in ("near", "far"))
+        saves.append(SimpleNamespace(save_id=SaveId(run_id, 2), near=near, far=far, is_far=is_far))
+    room.begin(saves[-1])
     for run_id in others:
         (folder / SaveId(run_id, 1).data_file_name(0)).touch()
     if manifest:
         (folder / MANIFEST_NAME).write_bytes(manifest)
-    found = earlier.removable(run, tmp_path / "far", kept, lambda published: published, lambda: is_far)
-    assert found == ([(folder, {SaveId(A, 1)})] if goes else [])
+    room.make(saves, lambda save: False, lambda save: None)
+    assert folder.exists() is not goes

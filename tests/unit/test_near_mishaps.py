@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.near import copying, drain, removal, replicas, room, tier
-from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in
 from megatron_datastates.pipeline.near.removal import remove_saves
 from megatron_datastates.pipeline.publication import Outcome
@@ -125,13 +125,13 @@ def test_what_an_earlier_job_left_stays_beside_files_of_a_job_that_may_be_runnin
     folder.mkdir(parents=True)
     earlier, own = SaveId(1, 1), SaveId(2, 1)
     (folder / earlier.data_file_name(0)).touch()
-    jobs = EarlierJobs()
-    jobs.begin(run, own.run_id)
-    jobs.is_far = True
+    own_room = room.Room(keep=1)
+    save = SimpleNamespace(save_id=own, near=run / "iter_0000002", far=tmp_path / "iter_0000002", is_far=True)
+    own_room.begin(save)
     if is_beside_another:
         (folder / SaveId(3, 1).data_file_name(0)).touch()
-    found = jobs.removable(run, tmp_path / "far", {own.run_id}, lambda published: published, lambda: True)
-    assert found == ([] if is_beside_another else [(folder, {earlier})])
+    own_room.make([save], lambda save: False, lambda save: None)
+    assert folder.exists() is is_beside_another
 
 
 # -- restarts within the process ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.near import copying, drain, holdings, publish_queue, share, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
+from megatron_datastates.pipeline.near.job_notes import JobNote
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, published_in, save_ids_in
 from megatron_datastates.pipeline.near.publish_queue import PublishQueue
@@ -312,10 +313,10 @@ def test_why_a_near_tier_is_not_used_is_said_before_its_list_of_jobs_is_tried(
     said: list[str] = []
     note_job = drain.Drain.note_job
 
-    def noted(own: drain.Drain, run: Path, folders: list[Path], *rest: Any) -> None:
+    def noted(own: drain.Drain, note: JobNote, folders: list[Path]) -> None:
         if any(folder.is_relative_to("/proc") for folder in folders):
             said.append(caplog.text)
-        note_job(own, run, folders, *rest)
+        note_job(own, note, folders)
 
     monkeypatch.setattr(drain.Drain, "note_job", noted)
     monkeypatch.setenv("LOCAL_RANK", "0")  # which writes its node's list

@@ -48,6 +48,7 @@ from megatron_datastates.mcore.load import opening
 from megatron_datastates.mcore.load.agreement import is_caused_by_damage
 from megatron_datastates.mcore.training.absent import require_there
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.slices import plan_into
 from megatron_datastates.pipeline.near import drain, places, tier
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -176,7 +177,7 @@ def test_what_several_ranks_of_a_node_read_is_fetched_with_what_lies_beside_it(
     reads = [
         read
         for n, half in enumerate(halves)
-        for read in checkpoint.plan_into("w1", (n * (ELEMENTS // 2),), half.shape, half, n == 1)
+        for read in plan_into(checkpoint, "w1", (n * (ELEMENTS // 2),), half.shape, half, n == 1)
     ]
     before = checkpoint.costs.bytes_read
     checkpoint.read(reads)

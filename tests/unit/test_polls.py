@@ -12,8 +12,8 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.publisher import Publisher
 from megatron_datastates.pipeline.publishing import directory_publisher
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.polls import Flags, Polls
@@ -205,23 +205,23 @@ def test_a_layout_that_becomes_known_while_it_is_asked_for_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records of all ranks say how many bytes come: what a rank knows since then must not change that."""
-    record_of, look = publisher_module.record_of, directory_publisher.require_files
+    record_of, look = Publisher.record, directory_publisher.require_files
     goes_on = threading.Event()
 
     def dawdling(directory: Path, manifest) -> None:
         look(directory, manifest)
         assert goes_on.wait(60.0)
 
-    def recorded(save: RankSave, **facts):
-        record = record_of(save, **facts)
-        if save.context.save_id.ordinal == 2 and save.context.rank == 0:
+    def recorded(publisher: Publisher, **facts):
+        record, context = record_of(publisher, **facts), publisher._save.context
+        if context.save_id.ordinal == 2 and context.rank == 0:
             # The first one is over before the second one's records are read.
             goes_on.set()
             saves[0][0].publisher.join()
         return record
 
     monkeypatch.setattr(directory_publisher, "require_files", dawdling)
-    monkeypatch.setattr(publisher_module, "record_of", recorded)
+    monkeypatch.setattr(Publisher, "record", recorded)
     ranks = RanksInTurn(2)
     saves: list[list[Publication]] = [[], []]  # by rank
     for number in range(2):

@@ -16,7 +16,7 @@ from megatron_datastates.errors import FormatError, MismatchError, MissingKeyErr
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.runs.runs import find_published, is_published
+from megatron_datastates.pipeline.runs.runs import find_iterations, is_published
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.by_hand import block_checksums
@@ -209,7 +209,7 @@ def test_published_checkpoints_are_found_by_iteration(tmp_path):
         ds.save({"w": torch.ones(1)}, tmp_path / name, **SMALL)
     (tmp_path / "iter_0000030").mkdir()
     (tmp_path / "iter_0000040").write_text("a file")
-    assert list(find_published(tmp_path).items()) == [
+    assert [(one.number, one.path) for one in find_iterations(tmp_path) if one.complete] == [
         (2, tmp_path / "iter_0000002"), (10, tmp_path / "iter_0000010")
     ]  # fmt: skip
 

@@ -76,7 +76,7 @@ def _advice(load: Load, options: Options, is_resume: bool) -> tuple[str, int | N
     is_strict = getattr(args, "dist_ckpt_strictness", _STRICT[0]) in _STRICT
     is_sure = found.has_checksums and is_strict and not (first or other or is_chosen)
     if collectives.share_from_first(int(options.on_damage == "fallback" and is_sure)):
-        faults, unread = verify_together(directory, collectives, options)
+        faults, unread, _ = verify_together(directory, collectives, options)
         if faults:
             return f"{name} verifies.", found.iteration
         if not unread:  # storage failed for a while, or it was replaced

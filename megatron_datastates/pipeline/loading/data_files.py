@@ -7,11 +7,13 @@ if it cannot be read there. Does not belong here: which bytes are wanted (slices
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_footer
@@ -40,15 +42,12 @@ class DataFiles:
     CorruptDataError for a block whose checksum differs, FormatError for a damaged footer.
     """
 
-    def __init__(
-        self, directory: Path, manifest: Manifest, index: Index, options: Options, costs: ReadCosts
-    ) -> None:
-        """Args: costs: what reading takes is added to it."""
+    def __init__(self, directory: Path, manifest: Manifest, index: Index, options: Options) -> None:
         self.directory = directory
         self.manifest = manifest
         self.index = index
+        self.costs = ReadCosts()
         self._options = options
-        self._costs = costs
         self._footers: dict[int, Footer] = {}
         self._near = near_folder(near_root(options.near), directory) if options.near else None
         self._in_near: set[int] = set()  # data files that are read from the near tier
@@ -97,6 +96,11 @@ class DataFiles:
         """Returns whether the footer of a data file has been read."""
         return file in self._footers
 
+    @functools.cached_property
+    def data_ends(self) -> npt.NDArray[np.uint64]:
+        """Where the data of each file end, and its footer begins."""
+        return np.array([file.footer_offset for file in self.manifest.files], np.uint64)
+
     def require(self, files: Iterable[int]) -> None:
         """Reads the footers of these data files: a missing or truncated file raises here."""
         unknown = sorted(set(files) - self._footers.keys())
@@ -121,7 +125,7 @@ class DataFiles:
         if framed:
             own = reader or self.new_reader()
             read_framed(self, framed, lambda reads: self._read_plain(reads, own), self._options.read_threads)
-        self._costs.bytes += sum(item.bytes for item in items)
+        self.costs.bytes += sum(item.bytes for item in items)
 
     def _read_plain(self, items: list[ScheduledRead], reader: Reader | None) -> None:
         """Reads bytes as they are stored."""
@@ -129,7 +133,7 @@ class DataFiles:
         if not boxes:
             return
         spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
-        with self._costs.timing("opening"):
+        with self.costs.timing("opening"):
             self.require({box.file for box in boxes})
         # Without direct I/O all reads go through the page cache, and objects in stores never do: there is
         # one way only, and a second source for the same file would gain nothing.
@@ -147,7 +151,7 @@ class DataFiles:
         ]
         spans = dataclasses.replace(spans, files=places.astype(np.uint64))
         try:
-            with self._costs.timing("reading"):
+            with self.costs.timing("reading"):
                 outcome = (reader or self.new_reader()).read(sources, spans, through_cache=through_cache)
         except StorageError as error:
             if not near:
@@ -155,7 +159,7 @@ class DataFiles:
                 raise
             self._leave_near(near, error)
             return self._read_plain(items, reader)
-        self._costs.bytes_read += outcome.bytes_read
+        self.costs.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             bad = sorted({(int(files[n]), block) for n, block in outcome.bad_blocks})
             corrupt = CorruptDataError(describe_blocks(self, bad))

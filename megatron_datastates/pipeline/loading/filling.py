@@ -28,6 +28,7 @@ from megatron_datastates.pipeline.loading.in_place import (
     require_memory,
 )
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.loading.slices import plan_into
 from megatron_datastates.plan.boxes import cut_box
 from megatron_datastates.plan.reads import ScheduledRead
 from megatron_datastates.providers.base import Place
@@ -78,7 +79,7 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
             memory.append(target)
             if _fits_in_place(checkpoint, key, place, target):
                 cached = is_read_beside(place.shape, place.global_shape)
-                planned[number] = checkpoint.plan_into(key, place.offset, place.shape, target, cached)
+                planned[number] = plan_into(checkpoint, key, place.offset, place.shape, target, cached)
             else:
                 pieces[number] = list(_pieces(checkpoint, key, place, target))
         shared = sharing(memory)
@@ -114,8 +115,8 @@ def _fill_group(
     scheduled: list[ScheduledRead] = []
     with checkpoint.costs.timing("planning"):
         for piece, temporary in zip(group, memory, strict=True):
-            scheduled += checkpoint.plan_into(
-                piece.key, piece.offset, temporary.shape, temporary, piece.through_cache
+            scheduled += plan_into(
+                checkpoint, piece.key, piece.offset, temporary.shape, temporary, piece.through_cache
             )
     checkpoint.read(scheduled, reader)
     for piece, temporary in zip(group, memory, strict=True):

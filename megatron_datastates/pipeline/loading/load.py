@@ -17,38 +17,25 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_small
 from megatron_datastates.errors import CorruptDataError, FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import OBJECT_BYTES, path_of
-from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading.data_files import DataFiles
 from megatron_datastates.pipeline.loading.entries import ObjectReads, plan_object, read_stream
-from megatron_datastates.pipeline.loading.read_costs import ReadCosts
-from megatron_datastates.pipeline.loading.slices import SlicePlanner
+from megatron_datastates.pipeline.loading.slices import plan_new
 from megatron_datastates.pipeline.runs.opening import is_another, open_index, read_manifest
 from megatron_datastates.pipeline.runs.runs import require_counts
-from megatron_datastates.plan.reads import ScheduledRead
 
 if TYPE_CHECKING:
     import torch
 
 
-class Checkpoint:
-    """A published checkpoint. Data files are opened when something in them is asked for.
-
-    Raises (all methods that read): StorageError for a missing, truncated or unreadable file,
-    CorruptDataError for a block whose checksum differs, FormatError for a damaged footer.
-    """
+class Checkpoint(DataFiles):
+    """A published checkpoint: its data files, and what is in them by key."""
 
     def __init__(self, directory: Path, manifest: Manifest, index: Index, options: Options) -> None:
-        self.directory = directory
-        self.manifest = manifest
-        self.index = index
-        self.costs = ReadCosts()
-        self._options = options
-        self._files = DataFiles(directory, manifest, index, options, self.costs)
-        self._slices = SlicePlanner(self._files)
+        super().__init__(directory, manifest, index, options)
         self.rounded: dict[str, str] = {}  # "float32 as bfloat16", by the key of a tensor that was loaded so
 
     @classmethod
@@ -84,18 +71,6 @@ class Checkpoint:
         counts = f"{len(self.tensors)} tensors, {len(self.objects)} objects, {len(self.streams)} streams"
         return f"<Checkpoint {self.directory}: {counts}>"
 
-    def file_path(self, file: int) -> Path:
-        """Returns where a data file is read: in the near tier, if it is there and complete (see `footer`)."""
-        return self._files.file_path(file)
-
-    def footer(self, file: int) -> Footer:
-        """Returns the footer of a data file, and checks that it belongs to this save."""
-        return self._files.footer(file)
-
-    def has_footer(self, file: int) -> bool:
-        """Returns whether the footer of a data file has been read."""
-        return self._files.has_footer(file)
-
     # -- what there is ----------------------------------------------------------------------------------
 
     @property
@@ -114,22 +89,6 @@ class Checkpoint:
         return list(self.index.streams)
 
     # -- reading ----------------------------------------------------------------------------------------
-
-    def require(self, files: Iterable[int]) -> None:
-        """Reads the footers of these data files: a missing or truncated file raises here."""
-        self._files.require(files)
-
-    def read(self, scheduled: Iterable[ScheduledRead], reader: Reader | None = None) -> None:
-        """Executes reads in one pass over the files; a missing file raises before any data moves.
-
-        Args:
-            reader: with memory from an earlier read of the same load.
-        """
-        self._files.read(scheduled, reader)
-
-    def new_reader(self) -> Reader:
-        """Returns a reader for several reads of one load."""
-        return self._files.new_reader()
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -156,22 +115,11 @@ class Checkpoint:
         targets, scheduled = [], []
         with self.costs.timing("planning"):
             for key, offset, shape in slices:
-                target, reads = self._slices.plan_new(key, offset, shape)
+                target, reads = plan_new(self, key, offset, shape)
                 targets.append(target)
                 scheduled += reads
         self.read(scheduled, reader)
         return targets
-
-    def plan_into(
-        self,
-        key: str,
-        offset: Sequence[int],
-        shape: Sequence[int],
-        target: torch.Tensor,
-        through_cache: bool,
-    ) -> list[ScheduledRead]:
-        """Plans to read a slice into a contiguous target of its shape and of the stored dtype."""
-        return self._slices.plan_into(key, offset, shape, target, through_cache)
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Returns objects, unpickled with an allow list of names (providers/objects.py).

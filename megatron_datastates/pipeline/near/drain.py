@@ -32,7 +32,7 @@ from megatron_datastates.files import is_object
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
-from megatron_datastates.pipeline.near.job_notes import JobNotes
+from megatron_datastates.pipeline.near.job_notes import JobNote, JobNotes
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.publish_queue import REPORTED_ATTEMPT, PublishQueue
 from megatron_datastates.pipeline.near.room import Room
@@ -108,20 +108,10 @@ class Drain:
             self._note_change()
         self._start(f"{save.name} stays")
 
-    def note_job(
-        self,
-        run: Path,
-        folders: Sequence[Path],
-        save_id: SaveId,
-        origin: int,
-        resumed: SaveId | None = None,
-    ) -> None:
-        """Notes in these folders of a run that this job is the last that saves. Never raises.
-
-        Args: as those of JobNotes.add.
-        """
+    def note_job(self, note: JobNote, folders: Sequence[Path]) -> None:
+        """Notes in these folders of a run that this job is the last that saves. Never raises."""
         with self._lock:
-            self._notes.add(run, folders, save_id, origin, resumed)
+            self._notes.add(note, folders)
             self._changed.notify_all()
         if folders:
             self._start("checkpoints stay")

@@ -19,11 +19,13 @@ from megatron_datastates.pipeline.runs.jobs import Job, jobs_in, note_job
 logger = logging.getLogger(__name__)
 
 
-class _Note(NamedTuple):
-    run: Path
-    save_id: SaveId
-    origin: int
-    resumed: SaveId | None
+class JobNote(NamedTuple):
+    """That this job is the last that saves a run."""
+
+    run: Path  # its directory
+    save_id: SaveId  # of one of the job's saves
+    origin: int  # iteration that the job resumed from
+    resumed: SaveId | None  # the save there, if it is known
 
 
 class JobNotes:
@@ -31,7 +33,7 @@ class JobNotes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[Path, _Note] = {}  # by folder
+        self._waiting: dict[Path, JobNote] = {}  # by folder
         self._has_new = False
         # Used by the drain's thread alone.
         self._is_warned = False  # that one could not be written
@@ -43,19 +45,10 @@ class JobNotes:
         with self._lock:
             return self._has_new
 
-    def add(
-        self, run: Path, folders: Sequence[Path], save_id: SaveId, origin: int, resumed: SaveId | None
-    ) -> None:
-        """Adds the note that this job is the last that saves a run.
-
-        Args:
-            run: the directory of the run.
-            folders: that get the note: this directory, and the run's folders in near tiers.
-            origin: iteration that the job resumed from.
-            resumed: the save there, if it is known.
-        """
+    def add(self, note: JobNote, folders: Sequence[Path]) -> None:
+        """Adds a note for these folders: the run's directory, and its folders in near tiers."""
         with self._lock:
-            self._waiting.update((folder, _Note(run, save_id, origin, resumed)) for folder in folders)
+            self._waiting.update(dict.fromkeys(folders, note))
             self._has_new = self._has_new or bool(folders)
 
     def write(self) -> None:
@@ -77,7 +70,7 @@ class JobNotes:
                     )
                 self._is_warned = True
 
-    def _write(self, folder: Path, note: _Note) -> None:
+    def _write(self, folder: Path, note: JobNote) -> None:
         known: Sequence[Job] = ()
         if folder != note.run and folder not in self._complete_lists:
             with contextlib.suppress(OSError, DataStatesError):

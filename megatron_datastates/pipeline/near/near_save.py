@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -9,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.format.manifest import FileEntry
-from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.near.places import Published
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import MANIFEST_BYTES, Status, is_object, open_regular, status_of_open
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.near.places import published_in
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.units import milliseconds
 
@@ -40,12 +43,9 @@ class NearSave:
     overtaken_by: str = ""  # name of a newer save that was published before it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes of them that have arrived
     arrived: set[str] = dataclasses.field(default_factory=set)  # data files that rank 0 has seen in `far`
-    published_far: Published = dataclasses.field(init=False)
+    manifest_read: tuple[Status, SaveId] | None = None  # the last one in `far`, and its save
     copied_bytes: int = 0
     copied_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.published_far = Published(self.far)
 
     @property
     def name(self) -> str:
@@ -55,7 +55,23 @@ class NearSave:
     @property
     def is_far(self) -> bool:
         """Whether the checkpoint's directory has this save now, or a later one: others may take its place."""
-        return self.is_superseded or self.published_far.now() == self.save_id
+        return self.is_superseded or self._published_far() == self.save_id
+
+    def _published_far(self) -> SaveId | None:
+        """Returns what `published_in` does. A manifest is read once: with many ranks it has megabytes.
+
+        Each time, a client of NFS asks the server for the file.
+        """
+        if is_object(self.far):
+            return published_in(self.far)
+        with contextlib.suppress(OSError, DataStatesError):
+            with open_regular(self.far / MANIFEST_NAME, MANIFEST_BYTES) as file:
+                status = status_of_open(file)
+                if self.manifest_read is None or self.manifest_read[0] != status:
+                    found = Manifest.decode_save_id(file.read(status[1]), str(self.far))
+                    self.manifest_read = status, found
+            return self.manifest_read[1]
+        return None
 
     def report(self) -> dict[str, Any]:
         """Returns the report of a save that has become far; docs/reports.md lists the fields."""

@@ -24,14 +24,11 @@ from pathlib import Path
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.files import (
     MANIFEST_BYTES,
-    Status,
     is_object,
     names_in,
-    open_regular,
     path_of,
     read_regular,
     real_path,
-    status_of_open,
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, save_id_in_name
@@ -180,30 +177,6 @@ def read_published(folder: Path) -> SaveId | None:
     try:
         return Manifest.decode_save_id(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
     except (FileNotFoundError, NotADirectoryError, DataStatesError):  # also of a later release
-        return None
-
-
-class Published:
-    """The save that is published in a folder, for who looks often: a manifest is read once.
-
-    With many ranks it has megabytes, and each node looks.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._read: tuple[Status, SaveId] | None = None  # of the last manifest that was read
-
-    def now(self) -> SaveId | None:
-        """Returns what `published_in` does. Each time, a client of NFS asks the server for the file."""
-        if is_object(self._folder):
-            return published_in(self._folder)
-        path = self._folder / MANIFEST_NAME
-        with contextlib.suppress(OSError, DataStatesError):
-            with open_regular(path, MANIFEST_BYTES) as file:
-                status = status_of_open(file)
-                if self._read is None or self._read[0] != status:
-                    self._read = status, Manifest.decode_save_id(file.read(status[1]), str(self._folder))
-            return self._read[1]
         return None
 
 

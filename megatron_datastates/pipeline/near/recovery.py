@@ -75,11 +75,9 @@ _Damaged = dict[tuple[int, str], str]  # by rank whose near tier has it, and dat
 class _Plan:
     """What the rank that publishes a checkpoint has decided."""
 
-    manifest: Manifest | None = None
+    manifest: Manifest
     copies: dict[int, list[FileEntry]] = dataclasses.field(default_factory=dict)  # by rank
     lost: list[str] = dataclasses.field(default_factory=list)  # data files that are nowhere
-    error: str = ""  # why there is no manifest
-    failure: str = ""  # what went wrong, though nothing may be lost
 
 
 def recover_newest(
@@ -223,7 +221,7 @@ class _Recovery:
         try:
             plan, outcome = self._bring_files(name, holders, publisher)
             if outcome.is_far:
-                self._together(lambda: self._publish(name, plan) if self.rank == publisher else {})
+                self._together(lambda: self._publish(name, plan) if self.rank == publisher else None)
         except SourceError as error:
             return _Outcome(False, f"could not be copied there from the near tiers: {error}")
         return outcome
@@ -233,12 +231,13 @@ class _Recovery:
         damaged: _Damaged = {}
         copied = from_copies = 0
         while True:
-            plan = self._plan_of(publisher, name, holders, damaged)
-            if plan.failure:
-                raise self._cannot_bring(plan.failure)
+            plans = self._together(functools.partial(self._plan, publisher, name, holders, damaged))
+            plan = plans[publisher]
+            assert plan is not None
             if plan.lost:
                 return plan, _Outcome(False, _why_left(plan.lost, damaged))
-            newly_damaged = self._together(functools.partial(self._copy, name, plan))
+            found = self._together(functools.partial(self._copy, name, plan))
+            newly_damaged = {key: text for one in found for key, text in one.items()}
             taken = [(rank, file.name) for rank, files in plan.copies.items() for file in files]
             good = [(rank, file) for rank, file in taken if (rank, file) not in newly_damaged]
             copied += len(good)
@@ -251,17 +250,6 @@ class _Recovery:
         return plan, _Outcome(
             True, text + (f", {from_copies} of them taken from copies on other nodes" if from_copies else "")
         )
-
-    def _plan_of(self, publisher: int, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:
-        def planned() -> _Plan | None:
-            if self.rank != publisher:
-                return None
-            try:
-                return self._plan(name, holders, damaged)
-            except Exception as error:  # which the other ranks have to know
-                return _Plan(failure=f"rank {self.rank}: {error}")
-
-        return self._collectives.share(self._while_polling(planned))[publisher] or _Plan()
 
     def _while_polling(self, work: Callable[[], Shared]) -> Shared:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
@@ -278,22 +266,19 @@ class _Recovery:
                 time.sleep(_POLL_SECONDS)
         return share.result()
 
-    def _together(self, work: Callable[[], _Damaged]) -> _Damaged:
-        """Does all ranks' work.
-
-        Returns:
-            What all ranks' work has returned.
+    def _together(self, work: Callable[[], Shared]) -> list[Shared]:
+        """Does all ranks' work; returns what each rank's has returned.
 
         Raises:
             SourceError: of some rank: a near tier has lost something. On all ranks.
             StorageError: any other error of some rank: nothing is lost yet, so nothing older is loaded.
         """
 
-        def outcome() -> tuple[str, bool, _Damaged]:
+        def outcome() -> tuple[str, bool, list[Shared]]:
             try:
-                return "", False, work()
+                return "", False, [work()]
             except Exception as error:  # which the other ranks have to know
-                return f"rank {self.rank}: {error}", isinstance(error, SourceError), {}
+                return f"rank {self.rank}: {error}", isinstance(error, SourceError), []
 
         outcomes = self._collectives.share(self._while_polling(outcome))
         failed = [one for one in outcomes if one[0]]
@@ -301,19 +286,20 @@ class _Recovery:
         if lost:
             raise SourceError(lost[0])
         if failed:
-            raise self._cannot_bring(failed[0][0])
-        return {key: text for _, _, damaged in outcomes for key, text in damaged.items()}
+            raise StorageError(
+                f"a newer checkpoint in the near tiers could not be copied to {self._run}: {failed[0][0]}: "
+                f"repair that, or leave out --datastates-near to load the checkpoint in {self._run}"
+            )
+        return [found for _, _, one in outcomes for found in one]
 
-    def _cannot_bring(self, why: str) -> StorageError:
-        return StorageError(
-            f"a newer checkpoint in the near tiers could not be copied to {self._run}: {why}: repair "
-            f"that, or leave out --datastates-near to load the checkpoint in {self._run}"
-        )
-
-    def _plan(self, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:
+    def _plan(
+        self, publisher: int, name: str, holders: Mapping[int, Held], damaged: _Damaged
+    ) -> _Plan | None:
+        if self.rank != publisher:
+            return None
         manifest = manifest_in(self._folder / name)
         if manifest is None:
-            return _Plan(error=f"the manifest in {self._folder / name} cannot be read")
+            raise SourceError(f"the manifest in {self._folder / name} cannot be read")
         plan = _Plan(manifest)
         held_by: dict[str, list[int]] = {}
         for rank, held in holders.items():
@@ -348,13 +334,11 @@ class _Recovery:
 
     def _copy(self, name: str, plan: _Plan) -> _Damaged:
         """Copies this rank's share; returns what was damaged."""
-        near, far, manifest = self._folder / name, self._run / name, plan.manifest
-        if manifest is None:
-            raise SourceError(plan.error)
+        near, far = self._folder / name, self._run / name
 
         def copy(file: FileEntry) -> _Damaged:
             try:
-                self._copier.copy(near / file.name, far / file.name, manifest, file, self._note_moved)
+                self._copier.copy(near / file.name, far / file.name, plan.manifest, file, self._note_moved)
             except StorageError as error:  # of reading: see Copier.copy
                 return {(self.rank, file.name): f"rank {self.rank}: {error}"}
             return {}
@@ -363,9 +347,8 @@ class _Recovery:
             found = list(threads.map(copy, plan.copies.get(self.rank, [])))
         return {key: text for damaged in found for key, text in damaged.items()}
 
-    def _publish(self, name: str, plan: _Plan) -> _Damaged:
+    def _publish(self, name: str, plan: _Plan) -> None:
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
-        assert manifest is not None
         try:
             index, others = small_files_of(near, manifest)
         except (OSError, DataStatesError) as error:
@@ -378,7 +361,6 @@ class _Recovery:
         if self._wanted is None:
             tracked = str(iteration_in_name(name)).encode()
             write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
-        return {}
 
 
 def _why_left(lost: list[str], damaged: _Damaged) -> str:

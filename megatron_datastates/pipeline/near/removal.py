@@ -61,7 +61,7 @@ def remove_saves(folder: Path, save_ids: Collection[SaveId]) -> None:
     names = {name: save_id_in_name(name) for name in os.listdir(folder)}
     others = {name for name, own in names.items() if own is not None and own not in save_ids} - linked
     is_alone = MANIFEST_NAME not in names and not others
-    # Names without a save id first: what a kill leaves has to say whose it is (earlier_jobs.py).
+    # Names without a save id first: what a kill leaves has to say whose it is (room.py).
     for name, own in sorted(names.items(), key=lambda item: item[1] is not None):
         if (own in save_ids or is_alone) and name not in kept and not (folder / name).is_dir():
             (folder / name).unlink(missing_ok=True)  # the saves themselves remove some

@@ -1,7 +1,7 @@
 """Room in a near tier: what need not stay there is removed, and nothing that may be the only copy.
 
-Belongs here: which saves of this job go, and files of those that failed. What earlier jobs have left:
-earlier_jobs.py.
+Checkpoints that earlier jobs have left may be the only copies of what is not in --save. So they stay until a
+save of this job is there, but for those that --save has, too.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pathlib import Path
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.near.earlier_jobs import EarlierJobs
 from megatron_datastates.pipeline.near.near_save import NearSave
-from megatron_datastates.pipeline.near.places import published_in, save_ids_in
+from megatron_datastates.pipeline.near.places import folders_of_run, published_in, run_ids_in, save_ids_in
 from megatron_datastates.pipeline.near.removal import remove_saves
+from megatron_datastates.pipeline.runs.history import by_branch
+from megatron_datastates.pipeline.runs.runs import is_published
 
 logger = logging.getLogger(__name__)
+_Folder = tuple[Path, set[SaveId]]  # and whose files are in it
 
 
 class Room:
@@ -36,15 +38,22 @@ class Room:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._earlier_jobs = EarlierJobs()
         self._failed: deque[tuple[Path, SaveId, Callable[[], bytes]]] = deque()  # see note_failed
-        self._has_published = False  # this job, near or far. Threads set it, and never take it back
+        self._own_run_id = 0
+        self._earlier = frozenset[int]()  # run ids of the jobs before
+        # Threads set these, and never take them back.
+        self._has_published = False  # this job, near or far
+        self._is_far = False  # some save of this job
 
     def begin(self, save: NearSave) -> None:
-        """Notes a save that was just published near."""
+        """Notes a save that was just published near; with the first one, which jobs had files there before.
+
+        After a restart within the process, what it has saved before counts as another job's.
+        """
         self.note_published()
-        if save.near is not None:
-            self._earlier_jobs.begin(save.near.parent, save.save_id.run_id)
+        if save.near is not None and save.save_id.run_id != self._own_run_id:
+            self._own_run_id = save.save_id.run_id
+            self._earlier = run_ids_in(save.near.parent) - {self._own_run_id}
 
     def note_published(self) -> None:
         """Records that a save of this job is published, wherever its files are."""
@@ -53,7 +62,7 @@ class Room:
     def note_far(self) -> None:
         """Records that a save of this job is far."""
         self.note_published()
-        self._earlier_jobs.is_far = True
+        self._is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Notes a failed save: its files in this folder go, once another one is published.
@@ -104,8 +113,7 @@ class Room:
     def waits_for_far(self, kept: Sequence[NearSave]) -> bool:
         """Returns whether what earlier jobs left may go once one of these saves is known to be far."""
         near = kept[-1].near if kept else None
-        run_ids = {save.save_id.run_id for save in kept}
-        return near is not None and self._earlier_jobs.waits_for_far(near.parent, run_ids)
+        return near is not None and not self._is_far and any(self._left_folders(near.parent, kept))
 
     def _remove_failed(self) -> None:
         while self._failed:
@@ -113,18 +121,54 @@ class Room:
             _remove(folder, {save_id}, withdraw())
 
     def _remove_of_others(self, kept: Sequence[NearSave]) -> None:
-        """Removes what earlier jobs have left."""
-        newest = kept[-1]
-        if newest.near is not None:
-            count = len(kept) - self._keep
-            for folder, save_ids in self._earlier_jobs.removable(
-                newest.near.parent,
-                newest.far.parent,
-                {save.save_id.run_id for save in kept},
-                lambda published: max(published + count, 0),
-                lambda: any(save.is_far for save in kept),
-            ):
+        """Removes what earlier jobs have left and nobody needs any more."""
+        near, far = kept[-1].near, kept[-1].far.parent
+        if near is None:
+            return
+        published, others = self._left_folders(near.parent, kept)
+        if not published and not others:
+            return
+        if not self._is_far and any(save.is_far for save in kept):
+            self._is_far = True
+        if self._is_far:  # of what has no manifest here, another node may have it
+            for folder, save_ids in others:
                 _remove(folder, save_ids)
+        count = len(published) + len(kept) - self._keep
+        if count > 0:
+            for folder, save_ids in self._not_needed(published, near.parent, far)[:count]:
+                _remove(folder, save_ids)
+
+    def _left_folders(self, near: Path, kept: Sequence[NearSave]) -> tuple[dict[int, _Folder], list[_Folder]]:
+        """Returns folders with files of earlier jobs: published ones by iteration, and others.
+
+        Folders with a file of any other job are not among them: it may still be running. Nor are those of
+        saves of this process before a restart, which it removes itself.
+        """
+        earlier = self._earlier.difference(save.save_id.run_id for save in kept)
+        published: dict[int, _Folder] = {}
+        others: list[_Folder] = []
+        with contextlib.suppress(OSError):
+            for folder in folders_of_run(near):
+                iteration, ids = iteration_in_name(folder.name), save_ids_in(folder)
+                # One without files may belong to a save that has just begun.
+                if ids and all(save_id.run_id in earlier for save_id in ids):
+                    if iteration is not None and is_published(folder):
+                        published[iteration] = folder, ids
+                    else:
+                        others.append((folder, ids))
+        return published, others
+
+    def _not_needed(self, published: dict[int, _Folder], near: Path, far: Path) -> list[_Folder]:
+        """Returns what no load needs any more, in the order in which it may be removed."""
+        paths = {n: path for n, (path, _) in published.items()}
+        if not self._is_far:
+            paths = {n: path for n, path in paths.items() if _are_same(path, far / path.name)}
+        return [published[n] for n in reversed(by_branch(near, paths, len(paths)))]
+
+
+def _are_same(near: Path, far: Path) -> bool:
+    own = published_in(near)
+    return own is not None and own == published_in(far)
 
 
 def _remove(folder: Path, save_ids: Collection[SaveId], replaced: bytes = b"") -> None:

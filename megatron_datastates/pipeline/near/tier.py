@@ -22,6 +22,7 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.pipeline.near.drain import Drain
+from megatron_datastates.pipeline.near.job_notes import JobNote
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.places import (
     SPARE_BYTES,
@@ -265,7 +266,7 @@ class NearTier:
         # Without an origin, all that is older may be what it resumed from.
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)
         resumed = origin.resumed if origin is not None else None
-        self.drain.note_job(run, folders, context.save_id, begun, resumed)
+        self.drain.note_job(JobNote(run, context.save_id, begun, resumed), folders)
 
     def finish_objects(self) -> None:
         """Drains what is left to object stores, at the end of training."""

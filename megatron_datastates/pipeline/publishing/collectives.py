@@ -11,6 +11,7 @@ some ranks only, and NCCL deadlocks where communicators are used in different or
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import zlib
@@ -164,7 +165,9 @@ class Collectives:
             return _Known([data])
         return self._join(data, sizes, "gather layouts", reads=self.rank == 0)
 
-    def _join(self, data: bytes, sizes: npt.NDArray[np.int64], kind: str, *, reads: bool) -> _Rounds:
+    def _join(
+        self, data: bytes, sizes: npt.NDArray[np.int64], kind: str, *, reads: bool
+    ) -> PollableResult[list[bytes]]:
         """Starts to bring every rank's bytes together, on the ranks that read them.
 
         In rounds of _ROUND_BYTES, which use the same memory on a device, one after the other on its stream;
@@ -190,7 +193,7 @@ class Collectives:
                 transport.copy(rounds[-1].view(torch.int32), summed)
         done = transport.event()
         done.record()
-        return _Rounds(rounds, sizes if reads else sizes[:0], done)
+        return _Arriving(done, functools.partial(_cut, rounds, sizes if reads else sizes[:0]))
 
     def send_from_first(self, data: bytes, size: int) -> PollableResult[bytes]:
         """Starts to send rank 0's `data`, of `size` bytes, to all ranks; only rank 0 passes it.
@@ -213,7 +216,7 @@ class Collectives:
                 transport.copy(piece, moved[: len(piece)])
         done = transport.event()
         done.record()
-        return _Received(held, done)
+        return _Arriving(done, lambda: held.numpy().tobytes())
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
@@ -383,47 +386,29 @@ class _OnDevice(Generic[T]):
         return self._found[0]
 
 
-class _Arriving:
-    """What is in page-locked memory once an event is over."""
+class _Arriving(Generic[T]):
+    """What is in page-locked memory once an event is over. To be read once, on any thread."""
 
-    def __init__(self, done: Event) -> None:
-        self._done, self._is_over = done, False
+    def __init__(self, done: Event, read: Callable[[], T]) -> None:
+        self._done, self._read, self._is_over = done, read, False
 
     def is_over(self) -> bool:
         self._is_over = self._is_over or self._done.is_over()
         return self._is_over
 
-    def _await(self) -> None:
+    def result(self) -> T:
         if not self._is_over:
             self._done.synchronize()
+        return self._read()
 
 
-class _Rounds(_Arriving):
-    """Bytes of all ranks, one after the other, in rounds. To be read once, on any thread."""
-
-    def __init__(self, rounds: list[torch.Tensor], sizes: npt.NDArray[np.int64], done: Event) -> None:
-        super().__init__(done)
-        self._rounds, self._sizes = rounds[::-1], sizes
-
-    def result(self) -> list[bytes]:
-        self._await()
-        found, held = [], bytearray()
-        for size, count in zip(self._sizes.tolist(), _whole_numbers(self._sizes).tolist(), strict=True):
-            padded = 4 * count
-            while len(held) < padded:  # each goes as its copy comes: all together may be a GiB
-                held += self._rounds.pop().numpy().data
-            found.append(bytes(held[:size]))
-            del held[:padded]
-        return found
-
-
-class _Received(_Arriving):
-    """Bytes that rank 0 has sent. To be read once, on any thread."""
-
-    def __init__(self, held: torch.Tensor, done: Event) -> None:
-        super().__init__(done)
-        self._held = held
-
-    def result(self) -> bytes:
-        self._await()
-        return self._held.numpy().tobytes()
+def _cut(rounds: list[torch.Tensor], sizes: npt.NDArray[np.int64]) -> list[bytes]:
+    """Returns the bytes of all ranks, which lie one after the other in rounds; empties that list."""
+    found, held = [], bytearray()
+    for size, count in zip(sizes.tolist(), _whole_numbers(sizes).tolist(), strict=True):
+        padded = 4 * count
+        while len(held) < padded:  # each goes as its copy comes: all together may be a GiB
+            held += rounds.pop(0).numpy().data
+        found.append(bytes(held[:size]))
+        del held[:padded]
+    return found

@@ -1,7 +1,6 @@
-"""What the data files of a save are published with: each rank's record, and the files that name them.
+"""The small files that the data files of a save are published with.
 
-What belongs here: making these from a finished save. What does not: sending them (publication.py) and writing
-them (directory_publisher.py).
+What belongs here: making these from a finished save. What does not: writing them (directory_publisher.py).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import RankRecord, Records, StableRecord
-from megatron_datastates.pipeline.saving.stable import stable_record
+from megatron_datastates.pipeline.saving.records import Records
 
 logger = logging.getLogger(__name__)
 
@@ -45,55 +43,6 @@ class PublicationExtras:
     origin: Origin | None = None  # what the job resumed from, if that is known
     # Makes what DCP knows of the state (dcp/facts.py), for a file of its own; called where that is published.
     dcp_facts: Callable[[], bytes] | None = None
-
-
-def record_of(
-    save: RankSave,
-    *,
-    index_bytes: Sequence[int],
-    providers_digest: bytes,
-    providers_bytes: int,
-    node: int,
-    host: bytes,
-    endpoint: bytes,
-    forgets: bool,
-) -> RankRecord:
-    """Returns what this rank sends of its durable save.
-
-    Args:
-        index_bytes: of its own indexes, by data file; 0 for those that rank 0 has.
-        providers_bytes: of its list of state providers; 0 if rank 0 has it.
-        node: whose near tier it can use, as `host` and `endpoint` say where it serves files there.
-        forgets: see RankRecord.
-    """
-    file, times = save.file, save.times()
-    layouts = save.plan.layouts() if save.plan is not None else []
-    stable = save.stable.shared if save.stable is not None else None
-    return RankRecord(
-        rank=save.context.rank,
-        has_file=file is not None,
-        file_bytes=file.bytes if file else 0,
-        footer_offset=file.footer_offset if file else 0,
-        footer_crc=file.footer_crc if file else 0,
-        layout_digest=layouts[0].digest if layouts else bytes(16),
-        layout_bytes=index_bytes[0] if layouts else 0,
-        held=save.held.total,
-        fence=save.fence_seconds,
-        stream_wait=times["stream_wait"],
-        staging=times["staging"],
-        writing=times["writing"],
-        durable=times["durable"],
-        slot_wait=times["slot_wait"],
-        providers_digest=providers_digest,
-        providers_bytes=providers_bytes,
-        node=node,
-        is_near=save.context.near is not None,
-        forgets=forgets,
-        host=host,
-        endpoint=endpoint,
-        iteration=-1 if save.context.iteration is None else save.context.iteration,
-        stable=StableRecord() if stable is None else stable_record(stable, layouts[1].digest, index_bytes[1]),
-    )
 
 
 def _warn_of_less(directory: Path, left_out: Sequence[str]) -> None:

@@ -95,31 +95,6 @@ def _directories(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     return sorted((iteration_in_name(name) or 0, path_of(root) / name) for name in names)
 
 
-def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Returns the directories of all published datastates checkpoints right under `root`, by iteration.
-
-    With those that cannot be looked at now, as another user's: each may be one. Without those of other names
-    than Megatron's, such as `iter_300`: it loads none of them.
-
-    Raises:
-        OSError: `root` cannot be listed.
-    """
-    return {
-        one.number: one.path
-        for one in find_iterations(root)
-        if is_named_by_megatron(one.path)
-        and ((one.format == BACKEND and one.complete) or _is_hidden(one.path))
-    }
-
-
-def _is_hidden(path: Path) -> bool:
-    try:
-        has_file(path / MANIFEST_NAME)
-    except OSError:
-        return True
-    return False
-
-
 def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:
     """Returns the directories of all complete checkpoints under `root` that Megatron loads, by iteration.
 

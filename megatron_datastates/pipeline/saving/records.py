@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple, get_type_hints, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,47 +21,14 @@ from megatron_datastates.format.values import SaveId
 
 HOST_BYTES, ENDPOINT_BYTES = 40, 34
 STABLE_GROUP = 1  # of the second data file
-_COLUMNS = np.dtype(
-    [
-        ("rank", "<u4"),
-        ("has_file", "?"),
-        ("file_bytes", "<u8"),
-        ("footer_offset", "<u8"),
-        ("footer_crc", "<u4"),
-        ("layout_digest", "V16"),
-        ("layout_bytes", "<u8"),
-        ("held", "<f8"),
-        ("fence", "<f8"),
-        ("stream_wait", "<f8"),
-        ("staging", "<f8"),
-        ("writing", "<f8"),
-        ("durable", "<f8"),
-        ("slot_wait", "<f8"),
-        ("providers_digest", "<u8", (2,)),
-        ("providers_bytes", "<u4"),
-        ("node", "<u8"),
-        ("is_near", "?"),
-        ("forgets", "?"),
-        ("host", f"V{HOST_BYTES}"),
-        ("endpoint", f"V{ENDPOINT_BYTES}"),
-        ("iteration", "<i8"),
-        ("stable_file_bytes", "<u8"),
-        ("stable_footer_offset", "<u8"),
-        ("stable_footer_crc", "<u4"),
-        ("stable_layout_digest", "V16"),
-        ("stable_layout_bytes", "<u8"),
-        ("stable_ordinal", "<u8"),
-        ("stable_content_sha256", "V32"),
-    ]
-)
+# Fields, with their kinds as numpy has them.
+_U32 = Annotated[int, "<u4"]
+_U64 = Annotated[int, "<u8"]
+_I64 = Annotated[int, "<i8"]
+_Flag = Annotated[bool, "?"]
+_Seconds = Annotated[float, "<f8"]
+_Digest = Annotated[bytes, "V16"]
 _CODES = {"<u4": "I", "<u8": "Q", "<i8": "q", "<f8": "d", "|b1": "?"}
-
-
-def _code(kind: np.dtype[Any]) -> str:
-    return f"{kind.itemsize}s" if kind.kind == "V" else _CODES[kind.str]
-
-
-_RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS.fields or ()))
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
 
@@ -78,42 +45,42 @@ class DurableFile:
 class StableRecord(NamedTuple):
     """A rank's second data file, which holds tensors that are not expected to change (stable.py)."""
 
-    file_bytes: int = 0  # 0: there is none
-    footer_offset: int = 0
-    footer_crc: int = 0
-    layout_digest: bytes = bytes(16)
-    layout_bytes: int = 0  # of the file's own index, if it is new; else 0
-    ordinal: int = 0  # of the save of this run that wrote it
-    content_sha256: bytes = bytes(32)
+    file_bytes: _U64 = 0  # 0: there is none
+    footer_offset: _U64 = 0
+    footer_crc: _U32 = 0
+    layout_digest: _Digest = bytes(16)
+    layout_bytes: _U64 = 0  # of the file's own index, if it is new; else 0
+    ordinal: _U64 = 0  # of the save of this run that wrote it
+    content_sha256: Annotated[bytes, "V32"] = bytes(32)
 
 
 class RankRecord(NamedTuple):
-    """One rank's part of a durable save. Times are seconds."""
+    """One rank's part of a durable save."""
 
-    rank: int
-    has_file: bool
-    file_bytes: int
-    footer_offset: int
-    footer_crc: int
-    layout_digest: bytes  # 16 bytes
-    layout_bytes: int  # of the rank's own index, if it is new; else 0
-    held: float
-    fence: float
-    stream_wait: float
-    staging: float
-    writing: float
-    durable: float
-    slot_wait: float
-    providers_digest: bytes = bytes(16)  # of the list of the rank's state providers
-    providers_bytes: int = 0  # of that list, if it is new; else 0
-    node: int = 0  # whose near tier the rank can use; 0: none (near/places.py)
-    is_near: bool = False  # its files are there, and not yet in the checkpoint's directory
-    forgets: bool = False  # of rank 0: all ranks forget known layouts (layouts.py)
-    host: bytes = bytes(HOST_BYTES)  # what people call the node, if the rank can use its near tier
-    endpoint: bytes = bytes(
-        ENDPOINT_BYTES
-    )  # where the rank serves its files; zeros: nowhere (near/serving.py)
-    iteration: int = -1  # -1: none was given. The same on all ranks, or the save fails
+    rank: _U32
+    has_file: _Flag
+    file_bytes: _U64
+    footer_offset: _U64
+    footer_crc: _U32
+    layout_digest: _Digest
+    layout_bytes: _U64  # of the rank's own index, if it is new; else 0
+    held: _Seconds
+    fence: _Seconds
+    stream_wait: _Seconds
+    staging: _Seconds
+    writing: _Seconds
+    durable: _Seconds
+    slot_wait: _Seconds
+    providers_digest: Annotated[bytes, ("<u8", (2,))] = bytes(16)  # of the list of the rank's state providers
+    providers_bytes: _U32 = 0  # of that list, if it is new; else 0
+    node: _U64 = 0  # whose near tier the rank can use; 0: none (near/places.py)
+    is_near: _Flag = False  # its files are there, and not yet in the checkpoint's directory
+    forgets: _Flag = False  # of rank 0: all ranks forget known layouts (layouts.py)
+    # What people call the node, if the rank can use its near tier.
+    host: Annotated[bytes, f"V{HOST_BYTES}"] = bytes(HOST_BYTES)
+    # Where the rank serves its files; zeros: nowhere (near/serving.py).
+    endpoint: Annotated[bytes, f"V{ENDPOINT_BYTES}"] = bytes(ENDPOINT_BYTES)
+    iteration: _I64 = -1  # -1: none was given. The same on all ranks, or the save fails
     stable: StableRecord = StableRecord()
 
     def encode(self) -> bytes:
@@ -135,7 +102,18 @@ class RankRecord(NamedTuple):
         return [*first, self.stable.layout_digest] if self.stable.file_bytes else first
 
 
+def _columns(record: type[NamedTuple], prefix: str = "") -> list[tuple[Any, ...]]:
+    kinds = get_type_hints(record, include_extras=True)
+    return [(prefix + name, kind.__metadata__[0]) for name, kind in kinds.items() if kind is not StableRecord]
+
+
+def _code(kind: np.dtype[Any]) -> str:
+    return f"{kind.itemsize}s" if kind.kind == "V" else _CODES[kind.str]
+
+
 _OWN_FIELDS = len(RankRecord._fields) - 1
+_COLUMNS = np.dtype([*_columns(RankRecord), *_columns(StableRecord, "stable_")])
+_RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS.fields or ()))
 
 
 class Records(Sequence[RankRecord]):

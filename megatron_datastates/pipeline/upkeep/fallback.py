@@ -6,7 +6,6 @@ are done, at polls: no collective call waits for a disk, so no watchdog ends ran
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -16,10 +15,11 @@ from pathlib import Path
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
 from megatron_datastates.format.directory import BACKEND, iteration_in_name, iteration_name
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
-from megatron_datastates.pipeline.runs.runs import find_iterations, find_published, is_named_by_megatron
+from megatron_datastates.pipeline.runs.runs import Iteration, find_iterations, has_file, is_named_by_megatron
 from megatron_datastates.pipeline.upkeep.verify import Verdict, verify
 from megatron_datastates.threads import ThreadPool
 
@@ -49,13 +49,13 @@ def find_older_checkpoint(
 
     Collective: all ranks call it, and all find the same, among what rank 0 sees.
     """
-    older = _older(damaged, root, most) if collectives.rank == 0 else []
+    older, others = _older(damaged, root, most) if collectives.rank == 0 else ([], [])
     search = FallbackSearch()
     for turn in range(most):
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:
             break
-        faults, unread, unchecked = _verified(root / iteration_name(iteration), collectives, options)
+        faults, unread, unchecked = verify_together(root / iteration_name(iteration), collectives, options)
         if not faults and not unread:
             search.iteration, search.has_checksums = iteration, not unchecked
             point = known_point(root / iteration_name(iteration), iteration)
@@ -63,60 +63,53 @@ def find_older_checkpoint(
             break
         search.damaged.append(iteration)
         search.unread += [] if faults else [iteration]
-    other = _other_format(damaged, root, search.iteration or 0) if collectives.rank == 0 else _NONE
-    other = collectives.share_from_first(other)
+    newer = [one for one in others if one > (search.iteration or 0)]
+    other = collectives.share_from_first(max(newer, default=_NONE))
     search.other = None if other == _NONE else other
     return search
 
 
-def verify_together(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
-    """Returns the numbers of faults of one checkpoint, and of what cannot be read now, damaged or not.
+def _older(damaged: Path, root: Path, most: int) -> tuple[list[int], list[int]]:
+    """Returns `most` older iterations, newest first, and all complete ones of other formats.
 
-    Collective: all ranks call it, and find the same.
+    Without 0, which --ckpt-step does not accept, and names that Megatron does not load. Those of a branch
+    that was left come last.
     """
-    faults, unread, _ = _verified(directory, collectives, options)
-    return faults, unread
-
-
-def _other_format(damaged: Path, root: Path, after: int) -> int:
-    """Returns the newest complete iteration of another format between two; _NONE if there is none."""
     number = iteration_in_name(damaged.name) or 0
-    with contextlib.suppress(OSError):  # _older has said so
-        complete = [one for one in find_iterations(root) if one.complete and is_named_by_megatron(one.path)]
-        others = [one.number for one in complete if one.format != BACKEND]
-        return max((one for one in others if after < one < number), default=_NONE)
-    return _NONE
-
-
-def _older(damaged: Path, root: Path, most: int) -> list[int]:
-    """Returns `most` older iterations, newest first; without 0, which --ckpt-step does not accept.
-
-    Those of a branch that was left come last.
-    """
-    number = iteration_in_name(damaged.name)
     try:
-        published = find_published(root)
+        older = [one for one in find_iterations(root) if 0 < one.number < number]
     except OSError as error:
         logger.warning("older checkpoints were not looked for: %s", error)
-        return []
-    if number is None:
-        return []
-    older = {one: path for one, path in published.items() if 0 < one < number}
-    return by_branch(root, older, most, known_point(damaged, number))
+        return [], []
+    older = [one for one in older if is_named_by_megatron(one.path)]
+    published = {one.number: one.path for one in older if _may_be_published(one)}
+    others = [one.number for one in older if one.complete and one.format != BACKEND]
+    return by_branch(root, published, most, known_point(damaged, number)), others
 
 
-def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int, int]:
-    """Returns what the ranks found together.
+def _may_be_published(iteration: Iteration) -> bool:
+    """Returns whether a checkpoint of ours is published, or cannot be looked at now, as another user's."""
+    if iteration.format == BACKEND and iteration.complete:
+        return True
+    try:
+        has_file(iteration.path / MANIFEST_NAME)
+    except OSError:
+        return True
+    return False
 
-    These are numbers of faults, of what cannot be read now, and of files without checksums.
+
+def verify_together(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int, int]:
+    """Returns the numbers of faults, of what cannot be read now (damaged or not), and of unchecked files.
+
+    Those are of one checkpoint; unchecked files have no checksums. Collective: all ranks call it, and find
+    the same.
     """
     began = time.monotonic()
     with ThreadPool(1, "datastates-verify") as thread:
         share = thread.submit(_check, directory, collectives.rank, collectives.size, options)
-        done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
-        while done < collectives.size:
+        while (sums := _sums(share, collectives))[0] < collectives.size:
             time.sleep(_POLL_SECONDS)
-            done, faults, unread, unchecked, mebibytes = _sums(share, collectives)
+    _, faults, unread, unchecked, mebibytes = sums
     if collectives.rank == 0:
         seconds = time.monotonic() - began
         found = "1 fault" if faults == 1 else f"{faults} faults"
