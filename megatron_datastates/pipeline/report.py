@@ -217,10 +217,14 @@ def _save_line(report: Report) -> str:
 def _load_line(report: Report) -> str:
     what = "loaded" if report["state"] == "loaded" else f"{report['state']} load of"
     result = f"{what} {report['bytes'] / 1e6:.1f} MB from {report['directory']}"
+    longest = ""
+    if "ranks_ms" in report:
+        part, spread = max(report["ranks_ms"].items(), key=lambda one: one[1]["max"])
+        longest = f"; longest of all ranks: {part} on rank {spread['slowest_rank']}, {spread['max']:.1f} ms"
     return (
         f"datastates: {result} in {report['total_ms']:.1f} ms; opening {report['opening_ms']:.1f} ms, "
         f"planning {report['planning_ms']:.1f} ms, reading {report['bytes_read'] / 1e6:.1f} MB in "
-        f"{report['reading_ms']:.1f} ms; {report['read_mb_per_s']:.0f} MB/s"
+        f"{report['reading_ms']:.1f} ms; {report['read_mb_per_s']:.0f} MB/s{longest}"
     )
 
 
