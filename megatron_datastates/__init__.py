@@ -7,6 +7,7 @@
     handle = ds.async_save(state, directory)  the same, while the program goes on; handle.wait() ends it
     ds.load(directory, into=state)            fills tensors in place, on any number of ranks
     ds.open(directory)                        looks inside without reading the data
+    ds.on_report(callback)                    is called with what each save and each load cost
     ds.Shard, ds.fence                        parts of global tensors; waiting for lazy copies
 
 `pretrain_gpt.py --ckpt-format datastates` needs none of them. Errors are in megatron_datastates.errors,
@@ -20,11 +21,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_datastates.api import SaveHandle, Shard, async_save, fence, load, open, save
+    from megatron_datastates.api import SaveHandle, Shard, async_save, fence, load, on_report, open, save
     from megatron_datastates.mcore import enable
 
 __version__ = "0.1.0.dev0"
-__all__ = ["SaveHandle", "Shard", "async_save", "enable", "fence", "load", "open", "save"]
+__all__ = ["SaveHandle", "Shard", "async_save", "enable", "fence", "load", "on_report", "open", "save"]
 
 
 def __getattr__(name: str) -> Any:

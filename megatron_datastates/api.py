@@ -22,13 +22,13 @@ from megatron_datastates.pipeline.loading.filling import fill
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.restoring import require_stored, restore
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.report import on_report, save_report
 from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.named import Shard, is_empty, map_leaves, named_values, nested, tree_of
 
-__all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "open", "save"]
+__all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "on_report", "open", "save"]
 
 State = Mapping[Any, Any]
 Report = dict[str, Any]

@@ -25,7 +25,7 @@ from megatron_datastates.errors import MissingPackageError, OptionError
 
 if TYPE_CHECKING:
     from megatron_datastates.reports.advice import Advice
-    from megatron_datastates.reports.reading import Reports
+    from megatron_datastates.reports.reading import Load, Reports
 
 _MOST_ROWS = 20  # in the terminal; the page has all
 _MOST_LOADS = 5
@@ -142,7 +142,7 @@ def _print(found: Reports, advice: list[Advice]) -> None:
         what = "a checkpoint" if load.iteration is None else f"iteration {load.iteration}"
         took = milliseconds(load.total_ms)
         if load.state == "loaded":
-            say(f"loaded {what} in {took}")
+            say(f"loaded {what} in {took}{_longest(load)}")
         else:
             reason = (load.error or "without a reason").strip().split("\n")[0]
             say(f"loading {what} failed after {took}: {reason}")
@@ -152,6 +152,16 @@ def _print(found: Reports, advice: list[Advice]) -> None:
         say(f"    {one.text}")
     for text in found.notes:
         note(text)
+
+
+def _longest(load: Load) -> str:
+    """Returns what took longest in a load, and on which rank, if that is known."""
+    from megatron_datastates.reports.advice import milliseconds
+
+    if not load.longest:
+        return ""
+    part, longest = max(load.longest.items(), key=lambda one: one[1].most)
+    return f" (longest: {part} on rank {longest.slowest_rank}, {milliseconds(longest.most)})"
 
 
 def _write(

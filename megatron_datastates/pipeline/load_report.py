@@ -28,10 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class LoadTracker:
-    """The checkpoint that a load reads, once it is open, and what it had cost before the load."""
+    """The checkpoint that a load reads, once it is open, and what it had cost before the load.
+
+    Attributes:
+        slowest: the longest time of a rank for each part, and which rank's, where ranks load together.
+    """
 
     def __init__(self) -> None:
         self.checkpoint: Checkpoint | None = None
+        self.slowest: dict[str, tuple[float, int]] = {}
         self._before = ReadCosts()
 
     def follow(self, checkpoint: Checkpoint, *, was_open: bool = False) -> None:
@@ -56,7 +61,8 @@ class LoadTracker:
 def reported_load(directory: str | os.PathLike[str], options: Callable[[], Options]) -> Iterator[LoadTracker]:
     """Measures the load that the block makes and reports it at its end, also if it raises.
 
-    Communicates with no other rank. The block calls `follow` with the checkpoint that it opens.
+    Communicates with no other rank. The block calls `follow` with the checkpoint that it opens; if it
+    communicates itself, it may set `slowest`.
 
     Args:
         options: returns the options; called at the end of the load.
@@ -97,7 +103,11 @@ def load_report(
     """Returns the report of one load on this rank; docs/reports.md lists the fields."""
     costs, manifest = tracker.costs, tracker.checkpoint.manifest if tracker.checkpoint is not None else None
     world = Collectives()
-    return {
+    ranks_ms = {
+        part: {"max": milliseconds(longest), "slowest_rank": rank}
+        for part, (longest, rank) in tracker.slowest.items()
+    }
+    report = {
         "event": "load",
         "save_id": str(manifest.save_id) if manifest is not None else None,
         "directory": str(directory.absolute()),
@@ -116,3 +126,4 @@ def load_report(
         "total_ms": milliseconds(seconds),
         "read_mb_per_s": round(costs.bytes_read / costs.reading / 1e6, 1) if costs.reading > 0 else 0.0,
     }
+    return report | ({"ranks_ms": ranks_ms} if ranks_ms else {})

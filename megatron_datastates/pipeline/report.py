@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_datastates.errors import OptionError
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.shares import provider_shares
@@ -30,11 +31,56 @@ _PATIENCE_SECONDS = 5.0  # for a file that hangs, once
 Report = dict[str, Any]
 
 
+def _always() -> bool:
+    return True
+
+
 class Listener(NamedTuple):
     """What is called with reports on the trainer's thread."""
 
-    hear: Callable[[Report], None]
-    is_listening: Callable[[], bool] = lambda: True  # making a report for nobody costs the trainer time
+    hear: Callable[[Report], object]
+    is_listening: Callable[[], bool] = _always  # making a report for nobody costs the trainer time
+
+
+# Of the program, for all saves and loads, whatever their options. Changed by atomic operations only.
+_of_program: list[Listener] = []
+_failed: list[Listener] = []  # those whose error was logged, once: others may follow in every save
+
+
+def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
+    """Has `callback` called with the report of each save and each load of this process, from now on.
+
+    A report is a dictionary of its own, with the fields of docs/reports.md: those of a line of the report
+    file. Saves that failed or were skipped, and loads that failed, are reported, too; what near tiers do
+    besides is not. Every rank that takes part in a save or a load calls its own callbacks; of a save by
+    PyTorch's distributed checkpoints, only the coordinator does.
+
+    The trainer waits for the callback, on its own thread (DCP's thread in `dcp.async_save`): whatever may
+    take long belongs into a queue. It makes no collective calls, as ranks may call it at different times.
+    What it raises is logged, once, and harms no save and no load.
+
+    Args:
+        callback: may be registered before Megatron or any save has begun. Registered again, it is still
+            called once for each report.
+
+    Returns:
+        A function that ends it.
+
+    Raises:
+        OptionError: `callback` cannot be called.
+    """
+    if not callable(callback):
+        raise OptionError(f"expected a function that takes a report, found {callback!r}")
+    listener = Listener(callback)
+    if listener not in _of_program:
+        _of_program.append(listener)
+
+    def end() -> None:
+        for listeners in (_of_program, _failed):
+            with contextlib.suppress(ValueError):  # ended before, or never failed
+                listeners.remove(listener)
+
+    return end
 
 
 class Reporter:
@@ -60,29 +106,24 @@ class Reporter:
             later: the trainer does not wait for the thread that writes it, because it is in a poll: the file
                 may be on slow storage, and statistics of thousands of ranks take milliseconds.
         """
-        listeners = [listener for listener in self.listeners if self._is_listening(listener)]
+        listeners = self._listening()
         if listeners:
             report = make()
-            make = functools.partial(dict, dict(report))  # a listener may change it
+            make = functools.partial(dict, report)
         if rank == 0:
             self._write_on_thread(make, AFTER_POLL_SECONDS if later else 0.0)
             if not later:
                 self._await_file()
         for listener in listeners:
-            try:
-                listener.hear(report)
-            except Exception as error:
-                logger.warning(
-                    "the listener %r raised for the report of a %s: %s", listener.hear, report["event"], error
-                )
+            _call(listener, report)
 
-    @staticmethod
-    def _is_listening(listener: Listener) -> bool:
-        try:
-            return listener.is_listening()
-        except Exception as error:
-            logger.warning("the listener %r raised when it was asked for: %s", listener.hear, error)
-            return False
+    def call_listeners(self, report: Report) -> None:
+        """Passes one report to listeners only. Never raises."""
+        for listener in self._listening():
+            _call(listener, report)
+
+    def _listening(self) -> list[Listener]:
+        return [listener for listener in (*self.listeners, *_of_program) if _is_listening(listener)]
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all reports are written; returns False if they are not after `seconds`."""
@@ -139,6 +180,28 @@ class Reporter:
             )
 
 
+def _is_listening(listener: Listener) -> bool:
+    try:
+        return listener.is_listening()
+    except Exception as error:
+        logger.warning("the listener %r raised when it was asked for: %s", listener.hear, error)
+        return False
+
+
+def _call(listener: Listener, report: Report) -> None:
+    try:
+        listener.hear(dict(report))  # which it may change
+    except Exception as error:
+        if listener not in _failed:
+            _failed.append(listener)
+            logger.warning(
+                "the listener %r raised for the report of a %s: %s. Its later errors are not logged",
+                listener.hear,
+                report["event"],
+                error,
+            )
+
+
 def _save_line(report: Report) -> str:
     linked = f" ({report['linked_bytes'] / 1e6:.1f} MB of it linked)" if report["linked_bytes"] else ""
     where = f"{report['directory']}{' (so far in near tiers)' * report['near']}"
@@ -154,10 +217,14 @@ def _save_line(report: Report) -> str:
 def _load_line(report: Report) -> str:
     what = "loaded" if report["state"] == "loaded" else f"{report['state']} load of"
     result = f"{what} {report['bytes'] / 1e6:.1f} MB from {report['directory']}"
+    longest = ""
+    if "ranks_ms" in report:
+        part, spread = max(report["ranks_ms"].items(), key=lambda one: one[1]["max"])
+        longest = f"; longest of all ranks: {part} on rank {spread['slowest_rank']}, {spread['max']:.1f} ms"
     return (
         f"datastates: {result} in {report['total_ms']:.1f} ms; opening {report['opening_ms']:.1f} ms, "
         f"planning {report['planning_ms']:.1f} ms, reading {report['bytes_read'] / 1e6:.1f} MB in "
-        f"{report['reading_ms']:.1f} ms; {report['read_mb_per_s']:.0f} MB/s"
+        f"{report['reading_ms']:.1f} ms; {report['read_mb_per_s']:.0f} MB/s{longest}"
     )
 
 

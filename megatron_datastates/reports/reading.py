@@ -146,7 +146,14 @@ class Save(msgspec.Struct, frozen=True, tag_field="event", tag="save", rename={"
         return written + max(durable - max(written, self.confirmed_ms), 0.0)
 
 
-class Load(msgspec.Struct, frozen=True, tag_field="event", tag="load"):
+class Longest(msgspec.Struct, frozen=True, rename={"most": "max"}):
+    """The longest time of a rank, in milliseconds."""
+
+    most: Number
+    slowest_rank: Whole
+
+
+class Load(msgspec.Struct, frozen=True, tag_field="event", tag="load", rename={"longest": "ranks_ms"}):
     """One load."""
 
     iteration: Whole | None
@@ -154,6 +161,7 @@ class Load(msgspec.Struct, frozen=True, tag_field="event", tag="load"):
     error: str | None
     bytes: Whole
     total_ms: Number
+    longest: Mapping[str, Longest] = {}  # by part; empty where ranks load without each other
 
 
 class Drain(msgspec.Struct, frozen=True, tag_field="event", tag="drain"):

@@ -9,6 +9,7 @@ import errno
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from model_ranks import FORMATS, leaves, strategies
 from saving_rank import failure_of, join, make_directory, report, set_faults, state
 
+from megatron_datastates import on_report
+from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable
 from megatron_datastates.mcore.load.state import opened
@@ -264,16 +267,22 @@ def load_other_dtypes(root: str, folder: str) -> None:
 
 
 def load_with_reports(root: str, reports: str, folder: str) -> None:
-    """Loads twice, and once more while rank 1 cannot read."""
+    """Loads twice, the second time slowly on rank 1, and once more while rank 1 cannot read."""
     join()
     os.environ["MEGATRON_DATASTATES_REPORT_FILE"] = reports
     directory, shown = str(Path(root, "ours")), blank(torch.float32)
-    for _ in range(2):
-        dist_checkpointing.load({"w": blank(torch.float32)}, directory)
+    heard: list[dict[str, Any]] = []
+    on_report(heard.append)
+    dist_checkpointing.load({"w": blank(torch.float32)}, directory)
+    if dist.get_rank() == 1:
+        read = Reader.read
+        Reader.read = lambda *args, **kwargs: (time.sleep(0.5), read(*args, **kwargs))[1]  # type: ignore
+    dist_checkpointing.load({"w": blank(torch.float32)}, directory)
+    assert [one["rank"] for one in heard] == [dist.get_rank()] * 2, "every rank reports its own times"
     set_faults("read:1:EIO", 1)
     error = failure_of(lambda: dist_checkpointing.load({"w": blank(torch.float32)}, directory))
     assert error is not None
-    report(folder, tensor_bytes=shown.data.nbytes)
+    report(folder, tensor_bytes=shown.data.nbytes, slow=heard[1])
 
 
 def found_by_load(iteration: int) -> Any:

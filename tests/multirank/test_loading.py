@@ -70,6 +70,13 @@ def test_a_load_through_megatron_is_reported_once_and_as_failed_if_any_rank_fail
         assert report["bytes"] >= results[0]["tensor_bytes"]
         assert 0 < report["reading_ms"] < report["total_ms"]
     assert loaded["bytes"] == again["bytes"], "each load reports what it delivered itself"
+    slow = [each["slow"] for each in results]
+    assert slow[0]["reading_ms"] < 500 <= slow[1]["reading_ms"]
+    assert slow[0]["ranks_ms"] == slow[1]["ranks_ms"] == again["ranks_ms"]
+    longest = {"max": pytest.approx(slow[1]["reading_ms"], abs=0.01), "slowest_rank": 1}
+    assert again["ranks_ms"]["reading"] == longest, "although rank 0 reports"
+    assert again["total_ms"] >= 500 > again["reading_ms"], "rank 0 has waited"
+    assert again["ranks_ms"].keys() == loaded["ranks_ms"].keys() == {"opening", "planning", "reading"}
     assert failed["state"] == "failed"
     assert "failed on 1 of 2 ranks: rank 1: " in failed["error"]
     assert failed["save_id"] == loaded["save_id"]

@@ -49,7 +49,23 @@ def test_a_load_reports_what_it_read_and_how_long_it_took(
     assert min(parts) > 0 and sum(parts) <= report["total_ms"] + 0.01
     assert report["started_at"] <= time.time() - report["total_ms"] / 1000 + 0.001
     assert report["read_mb_per_s"] > 0
+    assert "ranks_ms" not in report, "ds.load communicates with no other rank"
     assert f"datastates: loaded 0.0 MB from {directory}" in caplog.text
+
+
+def test_the_slowest_rank_is_reported_where_it_is_known(
+    saved: tuple[Path, Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, reports, _ = saved
+    with (
+        caplog.at_level(logging.INFO),
+        reported_load(directory, lambda: Options(report_file=str(reports))) as tracker,
+    ):
+        tracker.slowest = {"opening": (0.01, 7), "planning": (0.2, 9), "reading": (1.25, 17)}
+    (report,) = lines(reports)
+    assert report["ranks_ms"]["opening"] == {"max": 10.0, "slowest_rank": 7}
+    assert report["ranks_ms"]["reading"] == {"max": 1250.0, "slowest_rank": 17}
+    assert "; longest of all ranks: reading on rank 17, 1250.0 ms" in caplog.text
 
 
 def test_every_load_reports_its_own_costs(saved: tuple[Path, Path, dict[str, Any]]) -> None:

@@ -101,9 +101,13 @@ def test_another_manifest_is_read_by_the_next_load(tmp_path: Path, how: str) -> 
     assert opening.open_checkpoint(directory).manifest.save_id != first.manifest.save_id
 
 
-def sums_of(*saves: SaveId | None) -> list[int]:
-    opened = [None if save is None else (save, "index") for save in saves]
-    return [sum(column) for column in zip(*map(agreement._terms, opened), strict=True)]
+def are_equal(*terms: list[int]) -> bool:
+    """Returns what ranks with these terms conclude."""
+    return agreement._are_equal(*map(max, *terms))
+
+
+def terms_of(*saves: SaveId | None) -> list[list[int]]:
+    return [agreement._terms(None if save is None else (save, "index")) for save in saves]
 
 
 def test_a_rank_that_opens_it_after_a_removal_of_keys_is_noticed(tmp_path: Path) -> None:
@@ -116,31 +120,38 @@ def test_a_rank_that_opens_it_after_a_removal_of_keys_is_noticed(tmp_path: Path)
             opening.open_checkpoint(tmp_path)
         opened.append(agreement._terms(one.opened))
         remove_keys(tmp_path, "b")
-    assert not agreement._are_equal([sum(column) for column in zip(*opened, strict=True)])
+    assert not are_equal(*opened)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 1000])
+@pytest.mark.parametrize("ranks", [2, 3, 1000])
 def test_ranks_with_the_same_save_are_equal(ranks: int) -> None:
     save = SaveId(2**62 + 12345, 7)
-    assert agreement._are_equal(sums_of(*[save] * ranks))
-    assert agreement._are_equal(sums_of(*[save] * ranks, None, None))
-    assert agreement._are_equal(sums_of(None, None))
-
-
-def test_ranks_whose_saves_agree_in_one_number_only_differ() -> None:
-    assert agreement._are_equal([2, 6, 8, 18, 32])
-    assert not agreement._are_equal([2, 6, 8, 18, 34]) and not agreement._are_equal([2, 6, 8, 20, 32])
+    assert are_equal(*terms_of(*[save] * ranks))
+    assert are_equal(*terms_of(*[save] * ranks, None, None))
+    assert are_equal(*terms_of(None, None))
 
 
 @pytest.mark.parametrize("others", [1, 2, 999])
 def test_one_rank_with_another_save_is_noticed(others: int) -> None:
-    assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
-    assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
+    assert not are_equal(*terms_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
+    assert not are_equal(*terms_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
 
 
-def test_the_sums_of_a_million_ranks_fit_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = SimpleNamespace(digest=lambda: b"\xff" * 32)
-    monkeypatch.setattr(hashlib, "sha256", lambda data: largest)
+@pytest.mark.parametrize("digest", [b"\xff" * 32, bytes(32)])
+def test_every_digest_fits_the_collective_and_differs_from_none(
+    digest: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashlib, "sha256", lambda data: SimpleNamespace(digest=lambda: digest))
     terms = agreement._terms((SaveId(5, 7), "index"))
-    assert max(terms) > 2**32, "the digest was not asked for"
-    assert max(terms) * 1_000_000 < 2**63
+    assert torch.tensor([terms, agreement._terms(None)]).tolist() == [terms, agreement._terms(None)]
+    assert are_equal(terms, terms) and are_equal(terms, agreement._terms(None))
+    assert not are_equal(terms, [-5, 5])
+
+
+@pytest.mark.parametrize(("seconds", "rank"), [(0.0, 0), (3.25, 16383), (500_000.0, (1 << 24) - 1)])
+def test_a_time_is_shared_with_its_rank(seconds: float, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: rank)
+    found = agreement._with_rank(seconds)
+    assert torch.tensor(found).item() == found and agreement._apart(found) == (seconds, rank)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
+    assert agreement._with_rank(seconds + 2e-6) > found > agreement._with_rank(seconds - 2e-6)

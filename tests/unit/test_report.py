@@ -135,7 +135,7 @@ def test_saves_and_loads_do_not_wait_for_a_report_file_that_hangs(hanging_file, 
     assert said == [f"{hanging_file} hangs: the last reports are not written yet"] * 2, (
         "one for saves, one for loads"
     )
-    with hanging_file.open() as pipe:
+    with os.fdopen(os.open(hanging_file, os.O_RDWR)) as pipe:  # as a writer, too: it never ends
         assert saver.reporter.flush(30.0)
         reports = [json.loads(pipe.readline()) for _ in range(5)]
     assert [one["directory"][-1] for one in reports if one["event"] == "save"] == ["0", "1", "2"]
@@ -470,6 +470,19 @@ def test_a_listener_that_fails_harms_nothing(reporting, tmp_path, caplog):
     assert "no space for events" in caplog.text and heard == lines()
 
 
+def test_a_listener_that_fails_is_logged_once_and_may_have_changed_its_report(caplog):
+    def fails(report: dict) -> None:
+        report.clear()
+        raise OSError("no space for events")
+
+    reporter, heard = Reporter(""), []
+    reporter.listeners += [Listener(fails), Listener(heard.append)]
+    for _ in range(3):
+        reporter.emit(1, lambda: save_report(publication_of([RECORD]), "async"))
+    assert caplog.text.count("no space for events") == 1
+    assert [report["event"] for report in heard] == ["save"] * 3
+
+
 def test_statistics_name_the_slowest_rank():
     writing = [0.5, 0.9, 0.7]
     records = [RECORD._replace(rank=rank, writing=s) for rank, s in enumerate(writing)]
@@ -578,3 +591,41 @@ def test_scalars_go_to_the_writers_that_megatron_has(reporting, tmp_path, monkey
     scalars, step = wandb.log.call_args.args
     assert scalars == {name: value for name, (value, _) in reported.items()}
     assert step == 72, "W&B refuses steps of the past"
+    assert reported["datastates/published_ms"] == (report["published_ms"], 70)
+    spread = report["ranks_ms"]["stream_wait"]["max"]
+    assert reported["datastates/max_stream_wait_ms"] == (spread, 70)
+    assert {"datastates/max_held_ms", "datastates/max_durable_ms"} <= reported.keys()
+    assert reported["datastates/failed_saves"] == (0, 70)
+
+
+def test_failed_saves_are_counted_for_the_writers(monkeypatch):
+    global_vars = pytest.importorskip("megatron.training.global_vars")
+    from megatron_datastates.mcore.training import loop
+
+    board = Mock()
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
+    monkeypatch.setattr(loop, "_failed", 0)
+    failed = {"event": "save", "state": "failed", "iteration": 70, "ranks_ms": {}}
+    loop._write_scalars({"event": "skip", "iteration": 60})
+    loop._write_scalars(failed)
+    loop._write_scalars(failed | {"iteration": 80})
+    assert [call.args for call in board.add_scalar.call_args_list] == [
+        ("datastates/failed_saves", 1, 70),
+        ("datastates/failed_saves", 2, 80),
+    ]
+
+
+def test_megatrons_loop_keeps_the_listeners_of_others(monkeypatch):
+    pytest.importorskip("megatron.training.global_vars")
+    from megatron_datastates.mcore.training import loop
+    from megatron_datastates.pipeline import saver_pool
+
+    reporter = Reporter("")
+    reporter.listeners.append(other := Listener(Mock()))
+    for name in ("attach_saving", "attach_training", "attach_to_train"):
+        monkeypatch.setattr(loop, name, Mock())
+    monkeypatch.setattr(loop, "_options", None)
+    monkeypatch.setattr(saver_pool, "saver_for", lambda options: Mock(reporter=reporter))
+    for _ in range(2):
+        loop.enable_saving(Options())
+    assert reporter.listeners == [other, Listener(loop._write_scalars, loop._has_writers)]

@@ -423,6 +423,14 @@ def test_only_the_last_loads_are_printed(written: Callable[..., Path]) -> None:
     assert "(one save); the largest part" in printed
 
 
+def test_the_slowest_rank_of_a_load_is_printed(written: Callable[..., Path]) -> None:
+    load = next(json.loads(line) for line in LINES if '"event": "load"' in line)
+    times = {"opening": 1.0, "reading": 61_000.0, "planning": 7.0}
+    load["ranks_ms"] = {part: {"max": most, "slowest_rank": 17} for part, most in times.items()}
+    printed = run("report", written([SAVES[0], load]))[1]
+    assert "loaded iteration 20 in 360 ms (longest: reading on rank 17, 61 s)" in printed
+
+
 def test_a_load_that_failed_is_printed_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "reports.jsonl"
     ds.save({"w": torch.ones(4)}, tmp_path / "a", report_file=str(path), **SMALL)

@@ -10,17 +10,17 @@ Collective calls, which every rank makes equally often even if it fails:
      sees a tracker (training/load.py).
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
-  3. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
+  3. load_checkpoint: one maximum, after arguments and common state have been read (training/load.py).
   4. load: one sum, of whether a rank restates what it requests (optimizer_layout.py), so that all do:
      Megatron may compare all keys. The first rank has verified files before, if asked to. If one restates,
      and the group is the world: one exchange of optimizer maps, of which each rank reads a part. A rank that
      fails sends nothing, and the others read what they lack themselves.
-  5. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
-     Megatron gathers nothing.
-  6. fully parallel load: one sum of the whole world, after each rank has read its part and before parts are
-     exchanged; Megatron exchanges objects in the whole world.
-  7. load: one sum at its end. It also shows whether all ranks have opened the same checkpoint: another run
-     may publish one in between.
+  5. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one
+     maximum if Megatron gathers nothing.
+  6. fully parallel load: one maximum of the whole world, after each rank has read its part and before parts
+     are exchanged; Megatron exchanges objects in the whole world.
+  7. load: one maximum at its end. It also shows whether all ranks have opened the same checkpoint: another
+     run may publish one in between. And it says for which rank each part of the load took longest.
 A check of Megatron's that fails between 5 and a fully parallel load is kept as a value instead of raised,
 since that load starts with a gather of metadata. A rank that fails within an exchange, or in
 Megatron's checks right after it, raises alone.
@@ -53,10 +53,13 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
+from megatron_datastates.pipeline.loading.read_costs import ReadCosts
 from megatron_datastates.pipeline.publishing import collectives
 
 T = TypeVar("T")
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
+_NOTHING = -1 << 63  # less than what any rank has opened, and than its negative
+_RANK_BITS = 24  # which leave 39 for microseconds: six days
 _LISTED = 3  # different failures, and ranks of each, that a message lists
 _SHARED_CHARACTERS = 64 << 20  # of the failures of all ranks, which each rank gets, on a device
 
@@ -257,10 +260,15 @@ class Agreement:
         self._raise_if_any(self._group)
 
     def _raise_if_any(self, group: Any, *, compares: bool = True) -> None:
-        failed, *sums = collectives.sum_now([int(self.failure is not None), *_terms(self.opened)], group)
+        tracker = state.current().tracker
+        parts = (ReadCosts() if tracker is None else tracker.costs).seconds()
+        mine = [int(self.failure is not None), *_terms(self.opened), *map(_with_rank, parts.values())]
+        failed, least, most, *slowest = collectives.max_now(mine, group)
+        if tracker is not None:
+            tracker.slowest = {part: _apart(found) for part, found in zip(parts, slowest, strict=True)}
         if failed:
             self._raise_for(collectives.gather_objects(self.failure, group), group)
-        elif compares and not _are_equal(sums):  # so say the same sums on every rank
+        elif compares and not _are_equal(least, most):  # so say the same numbers on every rank
             from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
             self.is_over = True
@@ -290,22 +298,32 @@ class Agreement:
 
 
 def _terms(opened: tuple[SaveId, str] | None) -> list[int]:
-    """Returns what ranks add up to see whether all have opened the same; zeros if this one has nothing."""
+    """Returns what shows whether all ranks have opened the same, of which each greatest number is shared."""
     if opened is None:
-        return [0] * 5
+        return [_NOTHING, _NOTHING]
     digest = hashlib.sha256(" ".join(map(str, opened)).encode()).digest()
-    # Of 20 bits each, so that the squares of millions of ranks add up to less than 63 bits.
-    numbers = [int.from_bytes(digest[at : at + 3], "little") >> 4 for at in (0, 3)]
-    return [1, *numbers, *(number * number for number in numbers)]
+    number = int.from_bytes(digest[:8], "little") >> 1  # of 63 bits
+    return [-number, number]
 
 
-def _are_equal(sums: Sequence[int]) -> bool:
-    """Returns whether all numbers are equal.
+def _are_equal(least: int, most: int) -> bool:
+    """Returns whether the numbers of ranks that have opened something are equal.
 
-    They are if and only if the square of their sum is their count times the sum of their squares.
+    Args:
+        least: the greatest of their negatives.
+        most: the greatest of them; _NOTHING if no rank has one.
     """
-    count, one, other, one_squared, other_squared = sums
-    return one * one == count * one_squared and other * other == count * other_squared
+    return most in (-least, _NOTHING)
+
+
+def _with_rank(seconds: float) -> int:
+    """Returns a time as a number that also says which rank's it is; that of the longest is the greatest."""
+    return int(seconds * 1e6) << _RANK_BITS | dist.get_rank()
+
+
+def _apart(found: int) -> tuple[float, int]:
+    """Returns the seconds and the rank that _with_rank has joined."""
+    return (found >> _RANK_BITS) / 1e6, found & (1 << _RANK_BITS) - 1
 
 
 def _summary(failures: dict[int, Failure]) -> str:

@@ -36,9 +36,14 @@ _LOOP = "megatron.training.training"
 _LAST_CALL = "maybe_finalize_async_save"  # of `pretrain`, with terminate=True; called elsewhere, too
 _DECISION = "checkpoint_and_decide_exit"  # of `train`, after each iteration
 _SAVE = "save_checkpoint_and_time"  # which calls save_checkpoint
+_SCALARS = (  # of a report, for TensorBoard and W&B
+    *("held_ms", "fence_ms", "stream_wait_ms", "staging_ms", "writing_ms", "durable_ms", "published_ms"),
+    *("write_mb_per_s", "bytes"),
+)
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 _skipped = 0  # saves
+_failed = 0  # saves, as far as this rank writes to TensorBoard or W&B
 _may_skip = False  # True while the loop makes the saves of an interval: no others are skipped
 
 
@@ -56,7 +61,9 @@ def enable_saving(options: Options) -> None:
     attach_saving()
     saver = saver_for(options)
     saver.warm_up(fences.stepped_bytes)
-    saver.reporter.listeners[:] = [Listener(_write_scalars, _has_writers)]
+    writers = Listener(_write_scalars, _has_writers)
+    if writers not in saver.reporter.listeners:
+        saver.reporter.listeners.append(writers)
     attach_training()
     attach_to_train()
     _options = options
@@ -325,6 +332,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     if unfinished is None:
         return False
     _skipped += 1
+    report = skip_report(iteration, unfinished)
     if getattr(args, "rank", 0) == 0:  # all ranks skip it
         logger.warning(
             "datastates: iteration %d is not saved, because the save to %s is not finished "
@@ -334,7 +342,8 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
             _skipped,
         )
         if options.report_file:
-            saver.reporter.write_later(skip_report(iteration, unfinished))
+            saver.reporter.write_later(report)
+    saver.reporter.call_listeners(report)
     return True
 
 
@@ -375,13 +384,20 @@ def _has_writers() -> bool:
 
 
 def _write_scalars(report: dict[str, Any]) -> None:
-    """Writes this rank's times to TensorBoard and W&B."""
-    if report["state"] != "published" or report["iteration"] is None:
+    """Writes to TensorBoard and W&B: how many saves have failed, and this rank's and the slowest's times."""
+    global _failed
+    if report["event"] != "save":
+        return
+    _failed += report["state"] != "published"
+    if report["iteration"] is None:
         return
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-    names = ("held_ms", "fence_ms", "staging_ms", "writing_ms", "write_mb_per_s", "bytes")
-    scalars = {f"datastates/{name}": report[name] for name in names}
+    scalars = {"datastates/failed_saves": _failed}
+    if report["state"] == "published":
+        scalars |= {f"datastates/{name}": report[name] for name in _SCALARS}
+        for name, spread in report["ranks_ms"].items():
+            scalars[f"datastates/max_{name}_ms"] = spread["max"]
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is not None:
         for name, value in scalars.items():

@@ -28,6 +28,10 @@ class ReadCosts:
         finally:
             setattr(self, part, getattr(self, part) + time.perf_counter() - begin)
 
+    def seconds(self) -> dict[str, float]:
+        """Returns the times, by part."""
+        return {"opening": self.opening, "planning": self.planning, "reading": self.reading}
+
     def since(self, before: ReadCosts) -> ReadCosts:
         """Returns what has been added since `before`, a copy of an earlier state."""
         parts = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)

@@ -227,8 +227,17 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
 
 def sum_now(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
     """Returns the sums of whole numbers over the ranks of a group; waits for all of them."""
+    return _reduce_now(values, group, dist.ReduceOp.SUM)
+
+
+def max_now(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the greatest of each of some whole numbers over the ranks of a group; waits for all of them."""
+    return _reduce_now(values, group, dist.ReduceOp.MAX)
+
+
+def _reduce_now(values: Sequence[int], group: dist.ProcessGroup | None, operation: Any) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64, device=Collectives._device(group))
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, operation, group)
     return [int(value) for value in tensor.tolist()]
 
 
