@@ -64,15 +64,30 @@ _positive, _level = whole_number(1, 9999), whole_number(0, 19)
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
-    """The parser, the placeholder and the help text of one option."""
+    """The parser, the placeholder and the help text of one option.
+
+    Attributes:
+        compared: returns of its value what has to be the same on all ranks; None: each may have its own.
+    """
 
     parse: Callable[[str], Any]
     metavar: str
     help: str
+    compared: Callable[[Any], object] | None = None
 
 
-def _option(default: Any, parse: Callable[[str], Any], metavar: str, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"spec": OptionSpec(parse, metavar, help)})
+def _option(
+    default: Any,
+    parse: Callable[[str], Any],
+    metavar: str,
+    help: str,
+    compared: Callable[[Any], object] | None = None,
+) -> Any:
+    return dataclasses.field(default=default, metadata={"spec": OptionSpec(parse, metavar, help, compared)})
+
+
+def _is_given(text: str) -> str:
+    return "given" if text else "not given"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +186,7 @@ class Options:
         "raise an error on every rank, which ends training, or log a warning on rank 0 and train on; "
         "Megatron's training loop then raises an error at its end if the last save has failed "
         "(default raise)",
+        compared=str,  # or some ranks end, and the others wait for them
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",
@@ -180,6 +196,7 @@ class Options:
         "only), or skip it, and log how many were skipped (asynchronous saves in Megatron's training loop, "
         "but not the last one of a run; all others wait). The previous save continues in any case (default "
         "wait)",
+        compared=str,  # or some ranks begin a save, and the others none
     )
     fallback: int = _option(
         0,
@@ -211,6 +228,7 @@ class Options:
         "package.module:function",
         "further state for every checkpoint: functions without arguments, separated by commas, that return "
         "state providers; called at the first load, or when training begins (default: none)",
+        compared=str,  # or a rank's part is missing from every checkpoint; and functions may communicate
     )
     near: str = _option(
         "",
@@ -219,6 +237,7 @@ class Options:
         "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
         "first; from there they are copied to --save in the background. Variables such as $TMPDIR are those "
         "of each node (default: none)",
+        compared=_is_given,  # all load together, and without rank 0's drain nothing is published in --save
     )
     near_keep: int = _option(
         1,
@@ -233,6 +252,7 @@ class Options:
         "K",
         "how many other nodes keep copies of a node's files in their near tiers, so that a lost node costs "
         "no checkpoint; a save is published once they have them (default 0)",
+        compared=int,  # or nodes fetch from ranks that serve nothing
     )
     drain_every: int = _option(
         1,
@@ -240,6 +260,7 @@ class Options:
         "N",
         "copy every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
         "near (default 1)",
+        compared=int,  # or parts of different checkpoints are copied, and none is complete
     )
     drain_limit: int = _option(
         0,
@@ -285,6 +306,11 @@ class Options:
     def specs(cls) -> dict[str, OptionSpec]:
         """Returns the options that users see: field name -> specification."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls) if "spec" in f.metadata}
+
+    def of_all_ranks(self) -> dict[str, str]:
+        """Returns what has to be the same on all ranks, by option, as text."""
+        specs = self.specs().items()
+        return {name: str(spec.compared(getattr(self, name))) for name, spec in specs if spec.compared}
 
     @classmethod
     def from_environment(

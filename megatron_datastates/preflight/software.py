@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 
 import torch
 
+from megatron_datastates import __version__
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 from megatron_datastates.errors import HookPointError, describe_error
 from megatron_datastates.mcore.hooks import versions
@@ -23,12 +24,13 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def software() -> list[Check]:
-    """Returns one result each for torch, activation, Megatron and options."""
+    """Returns one result each for torch, this package, activation, Megatron and options."""
     device = "no GPU"
     if torch.cuda.is_available():
         device = f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
     python = f"Python {platform.python_version()}, torch {torch.__version__}, {device}"
-    return [ok("python", python), _activation(), _megatron(), tried("options", _options)]
+    release = ok("release", f"megatron_datastates {__version__}")
+    return [ok("python", python), release, _activation(), _megatron(), tried("options", _options)]
 
 
 def _activation() -> Check:

@@ -116,26 +116,26 @@ def test_a_rank_that_opens_it_after_a_removal_of_keys_is_noticed(tmp_path: Path)
             opening.open_checkpoint(tmp_path)
         opened.append(agreement._terms(one.opened))
         remove_keys(tmp_path, "b")
-    assert not agreement._are_equal([sum(column) for column in zip(*opened, strict=True)])
+    assert not agreement.are_equal([sum(column) for column in zip(*opened, strict=True)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 1000])
 def test_ranks_with_the_same_save_are_equal(ranks: int) -> None:
     save = SaveId(2**62 + 12345, 7)
-    assert agreement._are_equal(sums_of(*[save] * ranks))
-    assert agreement._are_equal(sums_of(*[save] * ranks, None, None))
-    assert agreement._are_equal(sums_of(None, None))
+    assert agreement.are_equal(sums_of(*[save] * ranks))
+    assert agreement.are_equal(sums_of(*[save] * ranks, None, None))
+    assert agreement.are_equal(sums_of(None, None))
 
 
 def test_ranks_whose_saves_agree_in_one_number_only_differ() -> None:
-    assert agreement._are_equal([2, 6, 8, 18, 32])
-    assert not agreement._are_equal([2, 6, 8, 18, 34]) and not agreement._are_equal([2, 6, 8, 20, 32])
+    assert agreement.are_equal([2, 6, 8, 18, 32])
+    assert not agreement.are_equal([2, 6, 8, 18, 34]) and not agreement.are_equal([2, 6, 8, 20, 32])
 
 
 @pytest.mark.parametrize("others", [1, 2, 999])
 def test_one_rank_with_another_save_is_noticed(others: int) -> None:
-    assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
-    assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
+    assert not agreement.are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
+    assert not agreement.are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
 
 
 def test_the_sums_of_a_million_ranks_fit_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:

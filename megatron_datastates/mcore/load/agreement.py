@@ -5,9 +5,9 @@ A load is known to be collective if Megatron itself makes a collective call in i
 load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
 Collective calls, which every rank makes equally often even if it fails:
-  1. load_checkpoint that resumes a run, with our format chosen: one sum, of whether any node has a near tier,
-     as its environment may say; if one has, and with --use-checkpoint-args, one broadcast of whether rank 0
-     sees a tracker (training/load.py).
+  1. load_checkpoint with our format chosen: one sum in the first one of a world, which compares releases and
+     options (pipeline/publishing/alike.py); with a near tier and --use-checkpoint-args, one broadcast of
+     whether rank 0 sees a tracker (training/load.py).
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
   3. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
@@ -54,6 +54,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
 from megatron_datastates.pipeline.publishing import collectives
+from megatron_datastates.pipeline.publishing.alike import TERMS, are_equal, terms_of
 
 T = TypeVar("T")
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
@@ -260,7 +261,7 @@ class Agreement:
         failed, *sums = collectives.sum_now([int(self.failure is not None), *_terms(self.opened)], group)
         if failed:
             self._raise_for(collectives.gather_objects(self.failure, group), group)
-        elif compares and not _are_equal(sums):  # so say the same sums on every rank
+        elif compares and not are_equal(sums):  # so say the same sums on every rank
             from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
             self.is_over = True
@@ -292,20 +293,8 @@ class Agreement:
 def _terms(opened: tuple[SaveId, str] | None) -> list[int]:
     """Returns what ranks add up to see whether all have opened the same; zeros if this one has nothing."""
     if opened is None:
-        return [0] * 5
-    digest = hashlib.sha256(" ".join(map(str, opened)).encode()).digest()
-    # Of 20 bits each, so that the squares of millions of ranks add up to less than 63 bits.
-    numbers = [int.from_bytes(digest[at : at + 3], "little") >> 4 for at in (0, 3)]
-    return [1, *numbers, *(number * number for number in numbers)]
-
-
-def _are_equal(sums: Sequence[int]) -> bool:
-    """Returns whether all numbers are equal.
-
-    They are if and only if the square of their sum is their count times the sum of their squares.
-    """
-    count, one, other, one_squared, other_squared = sums
-    return one * one == count * one_squared and other * other == count * other_squared
+        return [0] * TERMS
+    return terms_of(hashlib.sha256(" ".join(map(str, opened)).encode()).digest())
 
 
 def _summary(failures: dict[int, Failure]) -> str:

@@ -89,9 +89,11 @@ def wrap_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the data loader at its loaded position.
     """
     from megatron_datastates.mcore.training.device_cache import forget_saves  # imports torch
+    from megatron_datastates.pipeline.saver_pool import agree
 
     global _loops
     if _options is not None:
+        agree(_options)  # a load may have done so
         registered(_options.providers, expects_loader=_saves_position())
         _announce(_options)
     _require_restored_data(parameters_of(original).of_call(args, kwargs).get("train_data_iterator"))

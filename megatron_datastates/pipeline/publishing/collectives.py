@@ -141,6 +141,14 @@ class Collectives:
         dist.broadcast(tensor, 0)
         return int(tensor.item())
 
+    def share_and_sum(self, value: int, terms: Sequence[int]) -> tuple[int, list[int]]:
+        """Returns rank 0's 63-bit number, and the sums of all ranks' terms, in one call; waits for all."""
+        if not self.distributed:
+            return value, list(terms)
+        self._count("share and sum")
+        shared, *sums = sum_now([value if self.rank == 0 else 0, *terms])
+        return shared, sums
+
     def share(self, value: T) -> list[T]:
         """Returns the values of all ranks, in their order. Pickles them; waits for all ranks.
 

@@ -62,6 +62,7 @@ def _code(kind: np.dtype[Any]) -> str:
 
 
 _RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS.fields or ()))
+RECORD_BYTES = _RECORD.size
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
 
