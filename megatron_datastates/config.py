@@ -29,15 +29,25 @@ from megatron_datastates.option_text import (
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
 SWITCH = ENVIRONMENT_PREFIX + "ENABLE"  # no option: saves through torch_dist are ours (mcore/switch.py)
+ACTIVATION = ENVIRONMENT_PREFIX + "ACTIVATE"  # nor this: what `import torch` does (mcore/hooks/activation.py)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def is_switched_on() -> bool:
     """Returns whether MEGATRON_DATASTATES_ENABLE is on. Raises OptionError if it has another value."""
-    text = os.environ.get(SWITCH, "")
+    return _is_on(SWITCH, default=False)
+
+
+def is_activated() -> bool:
+    """Returns whether MEGATRON_DATASTATES_ACTIVATE is not off. Raises OptionError if it has another value."""
+    return _is_on(ACTIVATION, default=True)
+
+
+def _is_on(variable: str, *, default: bool) -> bool:
+    text = os.environ.get(variable, "")
     if text and text.lower() not in ON_OR_OFF:
-        raise OptionError(f"environment variable {SWITCH}={text!r}: expected 1 or 0, on or off")
-    return bool(text) and ON_OR_OFF[text.lower()]
+        raise OptionError(f"environment variable {variable}={text!r}: expected 1 or 0, on or off")
+    return ON_OR_OFF[text.lower()] if text else default
 
 
 def _staging_memory(text: str) -> int:
@@ -330,7 +340,8 @@ class Options:
             OptionError: a value is invalid, or there is no such variable or option.
         """
         own = [field.name.upper() for field in dataclasses.fields(cls)]
-        _require_known(environment, [SWITCH.removeprefix(ENVIRONMENT_PREFIX), *own])
+        others = [name.removeprefix(ENVIRONMENT_PREFIX) for name in (SWITCH, ACTIVATION)]
+        _require_known(environment, [*others, *own])
         values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())

@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 import torch
 
 from megatron_datastates import __version__
-from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
-from megatron_datastates.errors import HookPointError, describe_error
+from megatron_datastates.config import ACTIVATION, ENVIRONMENT_PREFIX, Options, is_activated
+from megatron_datastates.errors import HookPointError, OptionError, describe_error
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_loading, attach_saving, attach_training
 from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
@@ -30,7 +30,13 @@ def software() -> list[Check]:
         device = f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
     python = f"Python {platform.python_version()}, torch {torch.__version__}, {device}"
     release = ok("release", f"megatron_datastates {__version__}")
-    return [ok("python", python), release, _activation(), _megatron(), tried("options", _options)]
+    return [
+        ok("python", python),
+        release,
+        tried("activation", _activation),
+        _megatron(),
+        tried("options", _options),
+    ]
 
 
 def _activation() -> Check:
@@ -47,6 +53,8 @@ def _activation() -> Check:
             f"{_AUTOLOAD}={os.environ[_AUTOLOAD]}, so `import torch` does not activate this package: unset "
             "it, or let programs import megatron_datastates.mcore before Megatron",
         )
+    if not is_activated():
+        return noted("activation", f"{ACTIVATION}={os.environ[ACTIVATION]} switches this package off")
     return ok("activation", "`import torch` activates this package")
 
 
@@ -60,7 +68,7 @@ def _megatron() -> Check:
         attach_saving()
         if has_loop:
             attach_training()
-    except HookPointError as error:
+    except (HookPointError, OptionError) as error:
         return failed("megatron", str(error))
     except Exception as error:  # of Megatron's modules, and of all that they import
         text = f"its modules cannot be imported: {type(error).__name__}: {describe_error(error)}"
