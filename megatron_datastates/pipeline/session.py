@@ -15,7 +15,12 @@ from megatron_datastates.errors import RanksDifferError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.publishing import alike
-from megatron_datastates.pipeline.publishing.collectives import Collectives, gather_objects
+from megatron_datastates.pipeline.publishing.collectives import (
+    Collectives,
+    are_equal,
+    gather_objects,
+    terms_of,
+)
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Polls, Turn
 from megatron_datastates.pipeline.saving.links import Links
@@ -69,9 +74,9 @@ class SaveSession:
         if self._run_id is not None:
             return
         facts = alike.facts_of(options)
-        terms = alike.terms_of(alike.digest_of(facts))
+        terms = terms_of(alike.digest_of(facts))
         run_id, sums = self.collectives.share_and_sum(secrets.randbits(63), terms)
-        if not alike.are_equal(sums):
+        if not are_equal(sums):
             raise RanksDifferError(alike.difference(gather_objects((socket.gethostname(), facts))))
         self._run_id = run_id
 

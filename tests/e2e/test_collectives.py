@@ -67,7 +67,7 @@ def counts_of_load(forge: RankForge, folder: Path, *how: str) -> dict[str, int]:
 def test_load_makes_four_or_five_sums_more_than_with_torch_dist(
     options: list[str], sums: int, forge: RankForge, tmp_path: Path
 ) -> None:
-    """Of releases and options, after arguments and common state, of layouts, before an exchange, at the end."""
+    """Of releases, after arguments and common state, of layouts, before an exchange, at the end."""
     stock = counts_of_load(forge, tmp_path / "stock", "--ckpt-format", "torch_dist", *options)
     ours = counts_of_load(forge, tmp_path / "ours", "--ckpt-format", "datastates", *options)
     expected = stock | {"all_reduce": stock.get("all_reduce", 0) + sums}

@@ -54,7 +54,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
 from megatron_datastates.pipeline.publishing import collectives
-from megatron_datastates.pipeline.publishing.alike import TERMS, are_equal, terms_of
+from megatron_datastates.pipeline.publishing.collectives import TERMS, are_equal, terms_of
 
 T = TypeVar("T")
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)

@@ -1,10 +1,10 @@
-"""What all ranks must have alike, and how one sum shows whether they do.
+"""What all ranks must have alike, and how a difference is said.
 
 Ranks of other releases may exchange records of another size, and ranks with other options may make other
 collective calls: both would hang until process groups time out. They are compared in the first call of a
 world that this package makes (session.py).
 
-Belongs here: what is compared, and the text of a difference. Does not belong here: collective calls.
+Does not belong here: collective calls, and the sums that show a difference (collectives.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megatron_datastates.pipeline.publishing.polls import Flags
 from megatron_datastates.pipeline.saving.records import RECORD_BYTES
 
 _PACKAGE = "megatron_datastates"  # imported by name: import-linter follows all that it offers to programs
-TERMS = 5  # numbers that `terms_of` returns
 
 
 def facts_of(options: Options) -> dict[str, str]:
@@ -51,19 +50,3 @@ def difference(of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> str:
         f"{sum(others)} of {len(others)} ranks are not as rank 0. Start all with the same installation of "
         "megatron_datastates, arguments and MEGATRON_DATASTATES_* variables"
     )
-
-
-def terms_of(digest: bytes) -> list[int]:
-    """Returns what ranks add up to see whether all have the same digest (`are_equal`)."""
-    # Of 20 bits each, so that the squares of millions of ranks add up to less than 63 bits.
-    numbers = [int.from_bytes(digest[at : at + 3], "little") >> 4 for at in (0, 3)]
-    return [1, *numbers, *(number * number for number in numbers)]
-
-
-def are_equal(sums: Sequence[int]) -> bool:
-    """Returns whether all digests were equal. Ranks that added zeros do not count.
-
-    Numbers are if and only if the square of their sum is their count times the sum of their squares.
-    """
-    count, one, other, one_squared, other_squared = sums
-    return one * one == count * one_squared and other * other == count * other_squared

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 _ROUND_BYTES = 16 << 20
+TERMS = 5  # numbers that `terms_of` returns
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -235,6 +236,22 @@ def sum_now(values: Sequence[int], group: dist.ProcessGroup | None = None) -> li
     tensor = torch.tensor(values, dtype=torch.int64, device=Collectives._device(group))
     dist.all_reduce(tensor, group=group)
     return [int(value) for value in tensor.tolist()]
+
+
+def terms_of(digest: bytes) -> list[int]:
+    """Returns what ranks add up to see whether all have the same digest (`are_equal`)."""
+    # Of 20 bits each, so that the squares of millions of ranks add up to less than 63 bits.
+    numbers = [int.from_bytes(digest[at : at + 3], "little") >> 4 for at in (0, 3)]
+    return [1, *numbers, *(number * number for number in numbers)]
+
+
+def are_equal(sums: Sequence[int]) -> bool:
+    """Returns whether all digests were equal. Ranks that added zeros do not count.
+
+    Numbers are if and only if the square of their sum is their count times the sum of their squares.
+    """
+    count, one, other, one_squared, other_squared = sums
+    return one * one == count * one_squared and other * other == count * other_squared
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
