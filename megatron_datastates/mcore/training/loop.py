@@ -188,7 +188,8 @@ def wrap_decision(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         _may_skip = False
     if not is_over or _skipped == before:
         return is_over
-    logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
+    if getattr(run_arguments(), "rank", 0) == 0:  # on all ranks alike
+        logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
     return original(*args, **kwargs)
 
 
