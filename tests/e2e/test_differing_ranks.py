@@ -32,5 +32,6 @@ def test_ranks_that_would_skip_other_saves_do_not_train(
     assert errors[0].startswith("ranks differ: on rank 1 (node ")
     assert "--datastates-while-saving is 'skip', not 'wait' as on rank 0 (node " in errors[0]
     assert sorted(root.glob("iter_*")) == before
+    assert "wrap_save_checkpoint" not in outcome.log
     is_at_load = "wrap_load_checkpoint" in outcome.log
     assert is_at_load is (when == "at the load")
