@@ -100,6 +100,8 @@ def save(state: State, directory: StrPath, *, iteration: int | None = None, **op
     Raises:
         SaveFailedError: the save failed on some rank. Nothing was published; all ranks raise the same text.
         OptionError: an option that does not exist, or makes no sense.
+        RanksDifferError: in the first save, if ranks run other releases, or differ in options that all need
+            alike; all ranks raise the same text.
     """
     with trainer_held("save"):
         handle = _start(state, directory, iteration, "sync", Mutability.NOW, options)
@@ -123,6 +125,8 @@ def async_save(
 
     Raises:
         OptionError: an option that does not exist, or makes no sense.
+        RanksDifferError: in the first save, if ranks run other releases, or differ in options that all need
+            alike; all ranks raise the same text.
     """
     if lazy:
         _install_fences()

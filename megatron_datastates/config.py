@@ -29,15 +29,25 @@ from megatron_datastates.option_text import (
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
 SWITCH = ENVIRONMENT_PREFIX + "ENABLE"  # no option: saves through torch_dist are ours (mcore/switch.py)
+ACTIVATION = ENVIRONMENT_PREFIX + "ACTIVATE"  # nor this: what `import torch` does (mcore/hooks/activation.py)
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def is_switched_on() -> bool:
     """Returns whether MEGATRON_DATASTATES_ENABLE is on. Raises OptionError if it has another value."""
-    text = os.environ.get(SWITCH, "")
+    return _is_on(SWITCH, default=False)
+
+
+def is_activated() -> bool:
+    """Returns whether MEGATRON_DATASTATES_ACTIVATE is not off. Raises OptionError if it has another value."""
+    return _is_on(ACTIVATION, default=True)
+
+
+def _is_on(variable: str, *, default: bool) -> bool:
+    text = os.environ.get(variable, "")
     if text and text.lower() not in ON_OR_OFF:
-        raise OptionError(f"environment variable {SWITCH}={text!r}: expected 1 or 0, on or off")
-    return bool(text) and ON_OR_OFF[text.lower()]
+        raise OptionError(f"environment variable {variable}={text!r}: expected 1 or 0, on or off")
+    return ON_OR_OFF[text.lower()] if text else default
 
 
 def _staging_memory(text: str) -> int:
@@ -64,15 +74,30 @@ _positive, _level = whole_number(1, 9999), whole_number(0, 19)
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
-    """The parser, the placeholder and the help text of one option."""
+    """The parser, the placeholder and the help text of one option.
+
+    Attributes:
+        compared: returns of its value what has to be the same on all ranks; None: each may have its own.
+    """
 
     parse: Callable[[str], Any]
     metavar: str
     help: str
+    compared: Callable[[Any], object] | None = None
 
 
-def _option(default: Any, parse: Callable[[str], Any], metavar: str, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"spec": OptionSpec(parse, metavar, help)})
+def _option(
+    default: Any,
+    parse: Callable[[str], Any],
+    metavar: str,
+    help: str,
+    compared: Callable[[Any], object] | None = None,
+) -> Any:
+    return dataclasses.field(default=default, metadata={"spec": OptionSpec(parse, metavar, help, compared)})
+
+
+def _is_given(text: str) -> str:
+    return "given" if text else "not given"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +196,7 @@ class Options:
         "raise an error on every rank, which ends training, or log a warning on rank 0 and train on; "
         "Megatron's training loop then raises an error at its end if the last save has failed "
         "(default raise)",
+        compared=str,  # or some ranks end, and the others wait for them
     )
     while_saving: Literal["wait", "skip"] = _option(
         "wait",
@@ -180,6 +206,7 @@ class Options:
         "only), or skip it, and log how many were skipped (asynchronous saves in Megatron's training loop, "
         "but not the last one of a run; all others wait). The previous save continues in any case (default "
         "wait)",
+        compared=str,  # or some ranks begin a save, and the others none
     )
     fallback: int = _option(
         0,
@@ -211,6 +238,7 @@ class Options:
         "package.module:function",
         "further state for every checkpoint: functions without arguments, separated by commas, that return "
         "state providers; called at the first load, or when training begins (default: none)",
+        compared=str,  # or a rank's part is missing from every checkpoint; and functions may communicate
     )
     near: str = _option(
         "",
@@ -219,6 +247,7 @@ class Options:
         "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
         "first; from there they are copied to --save in the background. Variables such as $TMPDIR are those "
         "of each node (default: none)",
+        compared=_is_given,  # all load together, and without rank 0's drain nothing is published in --save
     )
     near_keep: int = _option(
         1,
@@ -233,6 +262,7 @@ class Options:
         "K",
         "how many other nodes keep copies of a node's files in their near tiers, so that a lost node costs "
         "no checkpoint; a save is published once they have them (default 0)",
+        compared=int,  # or nodes fetch from ranks that serve nothing
     )
     drain_every: int = _option(
         1,
@@ -240,6 +270,7 @@ class Options:
         "N",
         "copy every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
         "near (default 1)",
+        compared=int,  # or parts of different checkpoints are copied, and none is complete
     )
     drain_limit: int = _option(
         0,
@@ -286,6 +317,11 @@ class Options:
         """Returns the options that users see: field name -> specification."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls) if "spec" in f.metadata}
 
+    def of_all_ranks(self) -> dict[str, str]:
+        """Returns what has to be the same on all ranks, by option, as text."""
+        specs = self.specs().items()
+        return {name: str(spec.compared(getattr(self, name))) for name, spec in specs if spec.compared}
+
     @classmethod
     def from_environment(
         cls,
@@ -304,7 +340,8 @@ class Options:
             OptionError: a value is invalid, or there is no such variable or option.
         """
         own = [field.name.upper() for field in dataclasses.fields(cls)]
-        _require_known(environment, [SWITCH.removeprefix(ENVIRONMENT_PREFIX), *own])
+        others = [name.removeprefix(ENVIRONMENT_PREFIX) for name in (SWITCH, ACTIVATION)]
+        _require_known(environment, [*others, *own])
         values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())

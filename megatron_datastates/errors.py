@@ -126,6 +126,10 @@ class OptionError(DataStatesError, ValueError):
     """An option does not exist, or has an invalid value."""
 
 
+class RanksDifferError(DataStatesError):
+    """Ranks run different releases of this package, or differ in options. Every rank raises the same text."""
+
+
 class NotACheckpointError(DataStatesError):
     """The directory holds no published datastates checkpoint."""
 

@@ -116,6 +116,7 @@ class Saver:
         Raises:
             BaseException: KeyboardInterrupt and the like (errors.is_interrupt), which end the save.
             DataStatesError: another save is being started or polled, further up the stack.
+            RanksDifferError: on all ranks, in the first save of a world, as SaveSession.agree.
         """
         session, turn, options = self.session, self.session.turn, self.options
         with turn.lock:
@@ -124,6 +125,7 @@ class Saver:
             try:
                 session.enter_world()
                 self._abandon_old_world()
+                session.agree(self.options)
                 for earlier in session.begun:  # before this one links what their end would remove
                     earlier.end_if_abandoned()
                 save_id, ranks = session.next_id(), session.collectives

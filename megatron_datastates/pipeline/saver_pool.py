@@ -38,9 +38,21 @@ os.register_at_fork(after_in_child=_forget)
 
 def saver_for(options: Options) -> Saver:
     """Returns the process's Saver with these options; it is closed when the interpreter ends."""
+    return kept_saver(Saver, options, _session())
+
+
+def _session() -> SaveSession:
     if not _sessions:
         _sessions.append(SaveSession())
-    return kept_saver(Saver, options, _sessions[0])
+    return _sessions[0]
+
+
+def agree(options: Options) -> None:
+    """Has the ranks of this world agree now, instead of in their first save, as SaveSession.agree."""
+    session = _session()
+    with session.turn.lock:
+        session.enter_world()
+        session.agree(options)
 
 
 def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> AnySaver:

@@ -7,11 +7,15 @@ as an engine (saver.py).
 from __future__ import annotations
 
 import secrets
+import socket
 from pathlib import Path
 
+from megatron_datastates.config import Options
+from megatron_datastates.errors import RanksDifferError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing.collectives import Collectives
+from megatron_datastates.pipeline.publishing import alike
+from megatron_datastates.pipeline.publishing.collectives import Collectives, gather_objects
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Polls, Turn
 from megatron_datastates.pipeline.saving.links import Links
@@ -56,10 +60,24 @@ class SaveSession:
             self._polls = Polls(self.collectives, self.turn)
         return self._polls
 
+    def agree(self, options: Options) -> None:
+        """Draws the id of the run in this world, and compares releases and options; collective until then.
+
+        Raises:
+            RanksDifferError: ranks differ in what they need alike (publishing/alike.py). On all ranks.
+        """
+        if self._run_id is not None:
+            return
+        facts = alike.facts_of(options)
+        digest = alike.digest_of(facts)
+        run_id, are_alike = self.collectives.share_and_compare(secrets.randbits(63), digest)
+        if not are_alike:
+            raise RanksDifferError(alike.difference(gather_objects((socket.gethostname(), facts))))
+        self._run_id = run_id
+
     def next_id(self) -> SaveId:
-        """Returns the next save id, the same on every rank. The first call is collective."""
-        if self._run_id is None:
-            self._run_id = self.collectives.share_from_first(secrets.randbits(63))
+        """Returns the next save id, the same on every rank. They have agreed before."""
+        assert self._run_id is not None, "agree comes first"
         self._ordinal += 1
         return SaveId(self._run_id, self._ordinal)
 

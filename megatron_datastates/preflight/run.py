@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_datastates.engine.memory import free_bytes, local_ranks
-from megatron_datastates.errors import SaveFailedError, describe_error
+from megatron_datastates.errors import RanksDifferError, SaveFailedError, describe_error
 from megatron_datastates.pipeline.saver_pool import close_all
 from megatron_datastates.preflight import storage
 from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
@@ -146,7 +146,7 @@ def _try_out(ranks: Ranks, state: State, folder: Path, saves: int, result: Resul
             total=lambda value: sum(ranks.gathered(value)),
             before=clean,
         )
-    except SaveFailedError as error:  # the same on all ranks
+    except (RanksDifferError, SaveFailedError) as error:  # the same on all ranks
         result.checks.append(failed("save", describe_error(error)))
     else:
         result.checks.append(ok("save", f"{saves} of {saves} published"))

@@ -13,8 +13,9 @@ from importlib.metadata import entry_points
 
 import torch
 
-from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
-from megatron_datastates.errors import HookPointError, describe_error
+from megatron_datastates import __version__
+from megatron_datastates.config import ACTIVATION, ENVIRONMENT_PREFIX, Options, is_activated
+from megatron_datastates.errors import HookPointError, OptionError, describe_error
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_loading, attach_saving, attach_training
 from megatron_datastates.preflight.checks import Check, failed, noted, ok, tried
@@ -23,12 +24,19 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def software() -> list[Check]:
-    """Returns one result each for torch, activation, Megatron and options."""
+    """Returns one result each for torch, this package, activation, Megatron and options."""
     device = "no GPU"
     if torch.cuda.is_available():
         device = f"CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
     python = f"Python {platform.python_version()}, torch {torch.__version__}, {device}"
-    return [ok("python", python), _activation(), _megatron(), tried("options", _options)]
+    release = ok("release", f"megatron_datastates {__version__}")
+    return [
+        ok("python", python),
+        release,
+        tried("activation", _activation),
+        _megatron(),
+        tried("options", _options),
+    ]
 
 
 def _activation() -> Check:
@@ -45,6 +53,8 @@ def _activation() -> Check:
             f"{_AUTOLOAD}={os.environ[_AUTOLOAD]}, so `import torch` does not activate this package: unset "
             "it, or let programs import megatron_datastates.mcore before Megatron",
         )
+    if not is_activated():
+        return noted("activation", f"{ACTIVATION}={os.environ[ACTIVATION]} switches this package off")
     return ok("activation", "`import torch` activates this package")
 
 
@@ -58,7 +68,7 @@ def _megatron() -> Check:
         attach_saving()
         if has_loop:
             attach_training()
-    except HookPointError as error:
+    except (HookPointError, OptionError) as error:
         return failed("megatron", str(error))
     except Exception as error:  # of Megatron's modules, and of all that they import
         text = f"its modules cannot be imported: {type(error).__name__}: {describe_error(error)}"

@@ -10,6 +10,8 @@ two-ranks  made by hand: tensors in fragments over two files, one of them withou
            compatible features that no release knows
 tails      made by hand (format 2): encoded tensors, streams and objects with every codec, in two files of one
            rank, of which one is an earlier save's; providers
+
+The files of tests/golden/near were made by `make_near`: the list of jobs, and which nodes wrote a save.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from megatron_datastates.format.index import Index, build_index
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, Extent, Fragment, SaveId
+from megatron_datastates.pipeline.near.nodes import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
+from megatron_datastates.pipeline.runs.jobs import Job, note_job
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability, StateProvider, StateReader
@@ -155,6 +159,18 @@ def make_tails(directory: Path) -> None:
     two.add_fragment("grid", GRID, slice(400, None), ZSTD)
     two.add_fragment("small", GRID[:2, :3], slice(0, None), PLANES)
     write_one_rank(directory, [one, two], [(0, SaveId(RUN_ID, 2)), (12, EARLIER)], providers=PROVIDERS)
+
+
+# -- beside checkpoints -----------------------------------------------------------------------------------
+
+JOBS = [Job(1, 0), Job(RUN_ID, 1234, SaveId(1, 9)), Job(2**64 - 1, 10**18 - 1, SaveId(RUN_ID, 2))]
+NODES = Nodes(1, [NodeEntry("node-a", [0, 1]), NodeEntry("", []), NodeEntry("é", [2, 16383])])
+
+
+def make_near(directory: Path) -> None:
+    for job in JOBS:
+        note_job(directory, SaveId(job.run_id, 1), job.origin, resumed=job.resumed)
+    (directory / NODES_NAME).write_bytes(NODES.encode())
 
 
 def main() -> None:

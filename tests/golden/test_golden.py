@@ -21,6 +21,8 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.near.nodes import nodes_in
+from megatron_datastates.pipeline.runs.jobs import jobs_in
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 from tests.golden import make_golden as made
@@ -42,6 +44,13 @@ OF_ALL_CHECKPOINTS = pytest.mark.parametrize(
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+
+
+NEAR = HERE / "near"
+NEAR_SHA256 = {
+    "datastates.jobs": "2b6610b1e01837faa7fedd9d15b4e2f08c83a1296d1b1d005b57c64615b0f6fe",
+    "nodes.json": "bce13b9bec45adad5f041c637cd97bbf1091302302e7fc4598d62bfdc0dc7a48",
+}
 
 
 def opened(directory: Path) -> Checkpoint:
@@ -242,6 +251,24 @@ def test_the_same_state_by_hand_has_the_same_bytes(tmp_path):
         made.make_two_ranks(tmp_path / "again")
     for path in two.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+# -- beside checkpoints -----------------------------------------------------------------------------------
+
+
+def test_files_of_near_tiers_are_read_and_written_as_they_were(tmp_path):
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in NEAR.iterdir()}
+    assert digests == NEAR_SHA256
+    assert (jobs_in(NEAR), nodes_in(NEAR)) == (made.JOBS, made.NODES)
+    made.make_near(tmp_path)
+    for name in NEAR_SHA256:
+        assert (tmp_path / name).read_bytes() == (NEAR / name).read_bytes()
+
+
+def test_nodes_of_a_later_release_are_read_without_what_it_has_added(tmp_path):
+    later = (NEAR / "nodes.json").read_bytes().replace(b'{"own"', b'{"added":[1],"own"')
+    (tmp_path / "nodes.json").write_bytes(later)
+    assert nodes_in(tmp_path) == made.NODES
 
 
 @OF_ALL_FORMATS

@@ -1,5 +1,6 @@
 """Ranks that save and load through `import megatron_datastates as ds`."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from saving_rank import join, report
 
 import megatron_datastates as ds
 from megatron_datastates.config import Options
-from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.errors import RanksDifferError, SaveFailedError
 from megatron_datastates.pipeline.saver_pool import saver_for
 from megatron_datastates.providers import Entry, ObjectSource, StateReader
 
@@ -34,6 +35,24 @@ def save(root: str, value: int, folder: str) -> None:
         time.sleep(0.001)
     assert handle.report is not None
     report(folder, state=handle.report["state"], ranks=handle.report["ranks"])
+
+
+def save_where_one_rank_differs(
+    root: str, environment: dict[str, str], release: str, own: int, folder: str
+) -> None:
+    """Saves twice; rank `own` has this environment and this release (""; the installed one)."""
+    rank, ranks = join()
+    if rank == own:
+        os.environ |= environment
+        ds.__version__ = release or ds.__version__
+    errors = []
+    for name in ("first", "second"):
+        try:
+            ds.save({"weight": part(rank, ranks, 1)}, Path(root, name))
+            errors.append("")
+        except RanksDifferError as error:
+            errors.append(str(error))
+    report(folder, errors=errors)
 
 
 def load(root: str, value: int, folder: str) -> None:

@@ -27,6 +27,12 @@ def preflight(nodes: list[str], folder: str) -> None:
     ranks.close()
 
 
+def preflight_where_a_rank_differs(node: str, folder: str) -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["MEGATRON_DATASTATES_DRAIN_EVERY"] = "2"
+    preflight([node] * 2, folder)
+
+
 def close(where: str, folder: str) -> None:
     """Rank 0 takes a while to print."""
     torch.cuda.is_available = lambda: False

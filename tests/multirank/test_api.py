@@ -96,10 +96,11 @@ def test_cached_layout_saves_current_bytes(world: World, tmp_path: Path) -> None
         assert rank["layouts"] == 1, "the layout must be reused, or this test shows nothing"
 
 
-def test_first_save_broadcasts_once_and_later_ones_gather_one_record(world: World, tmp_path: Path) -> None:
+def test_first_save_shares_once_and_later_ones_gather_one_record(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:count_collectives", tmp_path):
         first, *later = [{k: n for k, n in save.items() if k != "sum"} for save in rank["per_save"]]
-        assert {k: n for k, n in first.items() if n} == {"broadcast": 1, "gather": 1, "gather layouts": 1}
+        made = {k: n for k, n in first.items() if n}
+        assert made == {"share and compare": 1, "gather": 1, "gather layouts": 1}
         for save in later:
             assert {k: n for k, n in save.items() if n} == {"gather": 1}
         assert rank["groups"] == 0

@@ -36,7 +36,8 @@ def test_saves_are_published_with_exactly_these_calls(
     assert rounds > 1
     for each in reports:
         first, *others = each["counts"]
-        assert first == {"broadcast": 1, "sum": each["polls"][0] - 1, "gather": 1, "gather layouts": rounds}
+        calls = {"share and compare": 1, "sum": each["polls"][0] - 1, "gather": 1, "gather layouts": rounds}
+        assert first == calls
         assert others == [{"sum": polls - 1, "gather": 1} for polls in each["polls"][1:]]
         assert each["made"][0] == each["made"][2], "later saves allocate nothing on the device"
     assert all(each["polls"] == reports[0]["polls"] for each in reports)
@@ -62,7 +63,7 @@ def test_failure_on_one_rank_is_agreed_on(world: World, tmp_path: Path, ranks: i
     for (
         each
     ) in reports:  # flags at every poll, but for the one that asks for errors and the one that reads them
-        assert each["calls"] == {"broadcast": 1, "sum": each["polls"] - 2, "gather": 1}
+        assert each["calls"] == {"share and compare": 1, "sum": each["polls"] - 2, "gather": 1}
 
 
 @either

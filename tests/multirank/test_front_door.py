@@ -1,5 +1,6 @@
 """`ds.save` and `ds.load` on several ranks, without Megatron."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,33 @@ def test_invalid_state_raises_the_same_error_on_all_ranks(
     errors = {each["error"] for each in world.run("front_door_ranks:save_what_fails", tmp_path, how)}
     assert len(errors) == 1 and words in errors.pop()
     assert not (tmp_path / "ck" / "datastates.manifest").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "release", "words"),
+    [
+        ({"ON_FAILURE": "warn"}, "", "--datastates-on-failure is 'warn', not 'raise' as on rank 0"),
+        ({}, "9.9", "megatron_datastates is '9.9 (records of "),
+    ],
+)
+def test_a_rank_that_differs_fails_the_save_on_all_ranks(
+    world: World, tmp_path: Path, environment: dict[str, str], release: str, words: str
+) -> None:
+    own = {f"MEGATRON_DATASTATES_{name}": value for name, value in environment.items()}
+    target = "front_door_ranks:save_where_one_rank_differs"
+    reports = world.run(target, tmp_path, own, release, 2, ranks=3)
+    errors = {error for each in reports for error in each["errors"]}
+    assert len(errors) == 1, "the same on all ranks, and again in the second save"
+    (error,) = errors
+    assert words in error and f"on rank 2 (node {socket.gethostname()}), " in error
+    assert "1 of 3 ranks are not as rank 0" in error
+    assert list(tmp_path.glob("*/data-*")) == []
+
+
+def test_ranks_may_differ_in_what_is_their_own(world: World, tmp_path: Path) -> None:
+    own = {"MEGATRON_DATASTATES_COPY_THREADS": "1", "MEGATRON_DATASTATES_REPORT_FILE": str(tmp_path / "r")}
+    for each in world.run("front_door_ranks:save_where_one_rank_differs", tmp_path, own, "", 0):
+        assert each["errors"] == ["", ""]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

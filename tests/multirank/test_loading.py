@@ -119,11 +119,13 @@ def test_a_run_that_rank_0_may_not_read_fails_on_all_ranks(world: World, runs: l
     assert "Permission denied" in text
 
 
-def test_a_node_whose_environment_lacks_a_near_tier_takes_part(world: World, tmp_path: Path) -> None:
+def test_a_node_whose_environment_lacks_a_near_tier_fails_on_all_ranks(world: World, tmp_path: Path) -> None:
     tiers = [str(tmp_path / "near"), ""]
     for order in (tiers, tiers[::-1]):
         found = world.run("loading_ranks:load_with_near_tiers", tmp_path / "run", order)
-        assert [one["found"] for one in found] == [[0, 0], [0, 0]]
+        assert found[0] == found[1]
+        other, first = ("given" if tier else "not given" for tier in order[::-1])
+        assert f"--datastates-near is {other!r}, not {first!r} as on rank 0" in found[0]["found"]
 
 
 def test_a_near_tier_that_is_none_on_one_node_fails_on_all_ranks(world: World, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import megatron_datastates as ds
 from tests.support.world import World
 
 
@@ -23,6 +24,15 @@ def test_nodes_that_do_not_share_it(world: World, tmp_path: Path) -> None:
     verdict, text = first["checks"]["shared directory"]
     assert verdict == "FAILED" and "does not see the files of 1 rank" in text and "2 of 2 ranks" in text
     assert [list(node.iterdir()) for node in nodes] == [[], []]
+
+
+def test_ranks_that_differ(world: World, tmp_path: Path) -> None:
+    first, second = world.run("preflight_ranks:preflight_where_a_rank_differs", tmp_path)
+    assert first == second and not first["good"]
+    assert first["checks"]["release"] == ["OK", f"megatron_datastates {ds.__version__}"]
+    verdict, text = first["checks"]["save"]
+    assert verdict == "FAILED" and "--datastates-drain-every is '2', not '1' as on rank 0" in text
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_rank_ends_before_the_first_has_printed(world: World, tmp_path: Path) -> None:

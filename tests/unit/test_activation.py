@@ -100,6 +100,34 @@ def test_hook_is_installed_by_hand_where_torch_does_not_load_backends() -> None:
     assert run(f"import torch, megatron_datastates.mcore; {HOOKS}", **off) == "1"
 
 
+@pytest.mark.parametrize("text", ["off", "0"])
+def test_a_variable_of_our_own_switches_it_off(text: str) -> None:
+    code = f"import torch, megatron_datastates.mcore as m; m.autoload(); {HOOKS}; print(torch.ones(1).item())"
+    assert run(code, MEGATRON_DATASTATES_ACTIVATE=text).split() == ["0", "1.0"]
+
+
+def test_what_is_switched_off_does_not_save_through_megatron() -> None:
+    """It could not load that."""
+    code = (
+        "import torch, megatron_datastates as ds\n"
+        "try:\n    ds.enable()\n"
+        "except ds.errors.OptionError as error:\n    print(error)"
+    )
+    off = {"MEGATRON_DATASTATES_ACTIVATE": "off"}
+    assert run(code, **off).startswith("MEGATRON_DATASTATES_ACTIVATE=off: this process attaches to nothing")
+
+
+def test_another_value_of_that_variable_is_said_and_activates_nothing() -> None:
+    code = f"import os, sys; os.dup2(1, 2); import torch; {HOOKS}"
+    said = run(code, MEGATRON_DATASTATES_ACTIVATE="maybe").splitlines()
+    assert any(
+        "megatron_datastates was not activated: OptionError: environment variable "
+        "MEGATRON_DATASTATES_ACTIVATE='maybe': expected 1 or 0, on or off" in line
+        for line in said
+    )
+    assert said[-1] == "0"
+
+
 def test_modules_of_megatron_that_are_loaded_already_are_attached() -> None:
     code = (
         "import torch, megatron.core.dist_checkpointing as d; "

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near import job_notes
+from megatron_datastates.pipeline.near.holdings import named_jobs
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.runs import history
 from megatron_datastates.pipeline.runs.branches import Origin, Point, origin_from
@@ -91,6 +93,21 @@ def test_a_damaged_list_is_refused_and_kept(content: bytes, tmp_path: Path) -> N
     with pytest.raises(FormatError, match="is damaged"):
         note_job(tmp_path, SaveId(A, 1), 1)
     assert (tmp_path / JOBS_NAME).read_bytes() == content
+
+
+@pytest.mark.parametrize("lines", [ONE, b"what a later release writes\n"])
+def test_a_list_of_a_later_release_is_named_so_and_kept(
+    lines: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = b"datastates-jobs/2 1 %08x\n%s" % (zlib.crc32(lines), lines)
+    (tmp_path / JOBS_NAME).write_bytes(content)
+    with pytest.raises(UnsupportedFormatError, match="was written by a later release"):
+        note_job(tmp_path, SaveId(A, 1), 1)
+    assert (tmp_path / JOBS_NAME).read_bytes() == content
+    assert named_jobs(tmp_path) == () and "update this installation" in caplog.text
+    (tmp_path / JOBS_NAME).write_bytes(content[:-3] + content[-2:])
+    with pytest.raises(FormatError, match="is damaged"):
+        jobs_in(tmp_path)
 
 
 def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> None:

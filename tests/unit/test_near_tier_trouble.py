@@ -392,6 +392,7 @@ def test_each_nth_is_counted_among_the_saves_of_the_near_tier(tmp_path: Path) ->
     nodes = Nodes(tmp_path, drain_every=2)
     for iteration in (1, 2, 3, 4):
         for saver in nodes.ranks.savers:
+            saver.session.agree(saver.options)
             saver.session.next_id()  # of a save that no near tier sees, such as a non-persistent one
         nodes.save(iteration)
     eventually(lambda: nodes.is_far(4))

@@ -103,7 +103,7 @@ def test_another_manifest_is_read_by_the_next_load(tmp_path: Path, how: str) -> 
 
 def are_equal(*terms: list[int]) -> bool:
     """Returns what ranks with these terms conclude."""
-    return agreement._are_equal(*map(max, *terms))
+    return agreement.are_equal(*map(max, *terms))
 
 
 def terms_of(*saves: SaveId | None) -> list[list[int]]:

@@ -2,12 +2,14 @@
 
 torch calls every entry point of the group `torch.backends` at the end of its own import. An exception there
 would break `import torch` for the whole environment, so nothing here raises, and nothing is imported that
-Python and torch have not imported before. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches entry points off;
-`import megatron_datastates.mcore` then installs the import hook.
+Python and torch have not imported before. `MEGATRON_DATASTATES_ACTIVATE=off` leaves the import hook out.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches entry points off, those of others too; `import
+megatron_datastates.mcore` then installs it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -102,6 +104,11 @@ def _refuse_saves(module: Any, error: Exception) -> None:
 def autoload() -> None:
     """Installs the import hook, and attaches to watched modules that are imported already. Idempotent."""
     try:
+        if os.environ.get("MEGATRON_DATASTATES_ACTIVATE"):
+            from megatron_datastates.config import is_activated  # not where nobody has set it
+
+            if not is_activated():
+                return
         # By name: after a reload of this module, the class is another one, and two would ask each other.
         if any(type(finder).__module__ == __name__ for finder in sys.meta_path):
             return

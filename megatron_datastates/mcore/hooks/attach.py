@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from megatron_datastates.config import is_switched_on
-from megatron_datastates.errors import HookPointError
+from megatron_datastates.config import ACTIVATION, is_activated, is_switched_on
+from megatron_datastates.errors import HookPointError, OptionError
 from megatron_datastates.mcore.hooks import versions
 
 Wrapper = Callable[..., Any]  # called in place of a function, which it gets before the arguments of the call
@@ -116,7 +117,13 @@ def attach_saving() -> None:
 
     Raises:
         HookPointError: this release of Megatron lacks some of the hook points.
+        OptionError: this package is switched off, so that this process could not load what it saves.
     """
+    if not is_activated():
+        raise OptionError(
+            f"{ACTIVATION}={os.environ[ACTIVATION]}: this process attaches to nothing of Megatron's, and "
+            "saves nothing in the datastates format through it; unset that variable"
+        )
     _attach(versions.installed().saving, "save in the datastates format")
     # Imported late: it imports torch's compiler, which a program that only loads does not need.
     importlib.import_module("megatron_datastates.mcore.fences").install()

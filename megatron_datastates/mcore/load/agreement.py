@@ -5,9 +5,9 @@ A load is known to be collective if Megatron itself makes a collective call in i
 load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
 Collective calls, which every rank makes equally often even if it fails:
-  1. load_checkpoint that resumes a run, with our format chosen: one sum, of whether any node has a near tier,
-     as its environment may say; if one has, and with --use-checkpoint-args, one broadcast of whether rank 0
-     sees a tracker (training/load.py).
+  1. load_checkpoint with our format chosen: one maximum in the first one of a world, which compares releases and
+     options (pipeline/publishing/alike.py); with a near tier and --use-checkpoint-args, one broadcast of
+     whether rank 0 sees a tracker (training/load.py).
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
   3. load_checkpoint: one maximum, after arguments and common state have been read (training/load.py).
@@ -55,10 +55,10 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
 from megatron_datastates.pipeline.loading.read_costs import ReadCosts
 from megatron_datastates.pipeline.publishing import collectives
+from megatron_datastates.pipeline.publishing.collectives import are_equal, terms_of
 
 T = TypeVar("T")
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
-_NOTHING = -1 << 63  # less than what any rank has opened, and than its negative
 _RANK_BITS = 24  # which leave 39 for microseconds: six days
 _LISTED = 3  # different failures, and ranks of each, that a message lists
 _SHARED_CHARACTERS = 64 << 20  # of the failures of all ranks, which each rank gets, on a device
@@ -268,7 +268,7 @@ class Agreement:
             tracker.slowest = {part: _apart(found) for part, found in zip(parts, slowest, strict=True)}
         if failed:
             self._raise_for(collectives.gather_objects(self.failure, group), group)
-        elif compares and not _are_equal(least, most):  # so say the same numbers on every rank
+        elif compares and not are_equal(least, most):  # so say the same numbers on every rank
             from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
             self.is_over = True
@@ -300,20 +300,8 @@ class Agreement:
 def _terms(opened: tuple[SaveId, str] | None) -> list[int]:
     """Returns what shows whether all ranks have opened the same, of which each greatest number is shared."""
     if opened is None:
-        return [_NOTHING, _NOTHING]
-    digest = hashlib.sha256(" ".join(map(str, opened)).encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1  # of 63 bits
-    return [-number, number]
-
-
-def _are_equal(least: int, most: int) -> bool:
-    """Returns whether the numbers of ranks that have opened something are equal.
-
-    Args:
-        least: the greatest of their negatives.
-        most: the greatest of them; _NOTHING if no rank has one.
-    """
-    return most in (-least, _NOTHING)
+        return [collectives.NOTHING, collectives.NOTHING]
+    return terms_of(hashlib.sha256(" ".join(map(str, opened)).encode()).digest())
 
 
 def _with_rank(seconds: float) -> int:

@@ -65,6 +65,7 @@ def wrap_load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any
     purpose = parameters_of(original).of_call(args, kwargs).get("load_arg", "load")
     load = functools.partial(_load, functools.partial(original, *args, **kwargs), purpose)
     _expect_loader(purpose)
+    _agree()
     _recover_newest(purpose)
     _require_chosen(purpose)
     try:
@@ -174,6 +175,18 @@ def _manifest_of(load: state.Load) -> Manifest | None:
     return None if found is None else found[1].manifest
 
 
+def _agree() -> None:
+    """Compares releases and options of all ranks, if none has before. Collective.
+
+    Raises:
+        RanksDifferError: they differ. On all ranks.
+    """
+    if is_selected(run_arguments()):
+        from megatron_datastates.pipeline.saver_pool import agree
+
+        agree(_options())
+
+
 def _recover_newest(purpose: str) -> None:
     """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
 
@@ -189,8 +202,7 @@ def _recover_newest(purpose: str) -> None:
     if not getattr(args, "load", None) or not dist.is_initialized():
         return
     options = _options()
-    # The environment of a node may lack the option, and all ranks have to take part.
-    if Collectives().start_sum([int(bool(options.near))]).result()[0]:
+    if options.near:  # on all ranks, or they would not have agreed
         from megatron_datastates.pipeline.near.recovery import recover_newest
 
         run = path_of(args.load)

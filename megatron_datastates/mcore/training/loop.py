@@ -96,9 +96,11 @@ def wrap_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the data loader at its loaded position.
     """
     from megatron_datastates.mcore.training.device_cache import forget_saves  # imports torch
+    from megatron_datastates.pipeline.saver_pool import agree
 
     global _loops
     if _options is not None:
+        agree(_options)  # a load may have done so
         registered(_options.providers, expects_loader=_saves_position())
         _announce(_options)
     _require_restored_data(parameters_of(original).of_call(args, kwargs).get("train_data_iterator"))
@@ -193,7 +195,8 @@ def wrap_decision(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         _may_skip = False
     if not is_over or _skipped == before:
         return is_over
-    logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
+    if getattr(run_arguments(), "rank", 0) == 0:  # on all ranks alike
+        logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
     return original(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from megatron_datastates.errors import (
     DataStatesError,
     FormatError,
     StorageError,
+    UnsupportedFormatError,
     describe_error,
 )
 from megatron_datastates.files import (
@@ -153,10 +154,13 @@ def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
 
 
 def named_jobs(folder: Path) -> tuple[Job, ...]:
-    """Returns the jobs that a folder's list names; none, with a warning, if it is damaged. Raises OSError."""
+    """Returns the jobs that a folder's list names; none, with a warning, if the list cannot be used.
+
+    Raises OSError: it cannot be read.
+    """
     try:
         return tuple(jobs_in(folder))
-    except FormatError as error:
+    except (FormatError, UnsupportedFormatError) as error:
         logger.warning("which jobs have saved the run is not known from %s: %s", folder, error)
         return ()
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 _ROUND_BYTES = 16 << 20
+NOTHING = -1 << 63  # in place of both terms of a rank without a digest (`terms_of`)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -142,6 +143,14 @@ class Collectives:
         dist.broadcast(tensor, 0)
         return int(tensor.item())
 
+    def share_and_compare(self, value: int, digest: bytes) -> tuple[int, bool]:
+        """Returns rank 0's 63-bit number, and whether all ranks' digests are equal; waits for all ranks."""
+        if not self.distributed:
+            return value, True
+        self._count("share and compare")
+        shared, least, most = max_now([value if self.rank == 0 else 0, *terms_of(digest)])
+        return shared, are_equal(least, most)
+
     def share(self, value: T) -> list[T]:
         """Returns the values of all ranks, in their order. Pickles them; waits for all ranks.
 
@@ -239,6 +248,22 @@ def _reduce_now(values: Sequence[int], group: dist.ProcessGroup | None, operatio
     tensor = torch.tensor(values, dtype=torch.int64, device=Collectives._device(group))
     dist.all_reduce(tensor, operation, group)
     return [int(value) for value in tensor.tolist()]
+
+
+def terms_of(digest: bytes) -> list[int]:
+    """Returns two numbers whose maxima over all ranks show whether all have the same digest (`are_equal`)."""
+    number = int.from_bytes(digest[:8], "little") >> 1  # of 63 bits
+    return [-number, number]
+
+
+def are_equal(least: int, most: int) -> bool:
+    """Returns whether the digests of all ranks that have one are equal.
+
+    Args:
+        least: the greatest of their numbers' negatives.
+        most: the greatest of their numbers; NOTHING if no rank has a digest.
+    """
+    return most in (-least, NOTHING)
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -7,7 +7,8 @@ absent meanwhile still has its part, and brings it back. Manifests say which che
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
     `datastates-jobs <lines> <crc32 of the lines>`, then a line for each job, `RUN_ID ITERATION [SAVE_ID]`:
     what it resumed from (0: it began anew), with its save id if that is known. The job that has saved last,
-    or begun to, is the last one.
+    or begun to, is the last one. This is version 1; a later one begins with `datastates-jobs/VERSION`, and
+    the rest of its first line, and what that means, stay.
 
 Lists name a job from the beginning of its first save on: one that was killed in it came later too. Each
 published save makes sure of it, because two jobs may run at one time.
@@ -23,12 +24,12 @@ from typing import NamedTuple
 
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.files import DOCUMENT_BYTES, is_object, read_regular
 from megatron_datastates.format.values import SaveId
 
 JOBS_NAME = "datastates.jobs"
-_FIRST = re.compile(rb"datastates-jobs ([0-9]{1,9}) ([0-9a-f]{8})", re.ASCII)
+_FIRST = re.compile(rb"datastates-jobs(/[0-9]{1,9})? ([0-9]{1,9}) ([0-9a-f]{8})", re.ASCII)
 _LINE = re.compile(rb"([0-9a-f]{16}) ([0-9]{1,18})(?: ([0-9a-f-]{1,64}))?", re.ASCII)
 MOST_JOBS = 100  # jobs that are kept, the latest ones: all ranks gather them
 
@@ -46,6 +47,7 @@ def jobs_in(folder: Path) -> list[Job]:
 
     Raises:
         FormatError: the list is damaged.
+        UnsupportedFormatError: a later release wrote it.
         OSError: it cannot be read.
     """
     try:
@@ -55,7 +57,12 @@ def jobs_in(folder: Path) -> list[Job]:
     head, _, body = data.partition(b"\n")
     first, lines = _FIRST.fullmatch(head), body.splitlines()
     found = [match for line in lines if (match := _LINE.fullmatch(line))]
-    is_whole = first is not None and int(first[2], 16) == zlib.crc32(body) and int(first[1]) == len(lines)
+    is_whole = first is not None and int(first[3], 16) == zlib.crc32(body) and int(first[2]) == len(lines)
+    if first is not None and first[1] and is_whole:
+        raise UnsupportedFormatError(
+            f"{folder / JOBS_NAME} was written by a later release of megatron_datastates: update this "
+            "installation, and keep that file"
+        )
     if not is_whole or len(found) != len(lines):
         raise FormatError(f"{folder / JOBS_NAME} is damaged: remove it, and the next save writes another one")
     return [Job(int(one[1], 16), int(one[2]), SaveId.parse((one[3] or b"").decode())) for one in found]
@@ -76,7 +83,7 @@ def note_job(
         The job that was the last one, if this one was noted before it: both are saving.
 
     Raises:
-        FormatError, OSError: as `jobs_in`, or the list cannot be written.
+        FormatError, UnsupportedFormatError, OSError: as `jobs_in`, or the list cannot be written.
     """
     jobs = jobs_in(folder)
     own = next((job for job in jobs if job.run_id == save_id.run_id), None)

@@ -114,6 +114,7 @@ def _code(kind: np.dtype[Any]) -> str:
 _OWN_FIELDS = len(RankRecord._fields) - 1
 _COLUMNS = np.dtype([*_columns(RankRecord), *_columns(StableRecord, "stable_")])
 _RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS.fields or ()))
+RECORD_BYTES = _RECORD.size
 
 
 class Records(Sequence[RankRecord]):
