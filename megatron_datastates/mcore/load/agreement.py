@@ -5,9 +5,9 @@ A load is known to be collective if Megatron itself makes a collective call in i
 load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
 Collective calls, which every rank makes equally often even if it fails:
-  1. load_checkpoint with our format chosen: one maximum in the first one of a world, which compares releases and
-     options (pipeline/publishing/alike.py); with a near tier and --use-checkpoint-args, one broadcast of
-     whether rank 0 sees a tracker (training/load.py).
+  1. load_checkpoint with our format chosen: one maximum in the first one of a world, which compares
+     releases and options (pipeline/publishing/alike.py); with a near tier and --use-checkpoint-args, one
+     broadcast of whether rank 0 sees a tracker (training/load.py).
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
   3. load_checkpoint: one maximum, after arguments and common state have been read (training/load.py).
