@@ -291,7 +291,7 @@ def test_who_waits_for_a_long_write_polls_less_and_less_often(saver, tmp_path, m
     assert publication.wait() is Outcome.PUBLISHED
     assert slept[0] == 0.002 and max(slept) == 0.05
     assert len(slept) < 500  # 5,000 of 2 ms
-    assert slept[-1] == 0.002  # again, as publishing takes a few polls
+    assert slept[-1] < 0.05  # as publishing begins with 2 ms again
 
 
 def test_a_poll_starts_copies_later_unless_the_trainer_waits(tmp_path, monkeypatch) -> None:

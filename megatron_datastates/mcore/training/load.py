@@ -35,7 +35,6 @@ from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpo
 from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, run_arguments, uses_fsdp
 from megatron_datastates.mcore.training.damaged import chosen, damage_error
-from megatron_datastates.mcore.training.lagging import note_newer
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
@@ -94,8 +93,12 @@ def _load(original: Callable[[], Any], purpose: str) -> Any:
                 result = original()
             if _has_resumed(purpose):
                 _restore_after_dcp(load)
-                note_load(load.directory, result, _manifest_of(load))
-                note_newer()
+                manifest = _manifest_of(load)
+                note_load(load.directory, result, manifest)
+                if manifest is not None:
+                    from megatron_datastates.mcore.training.lagging import note_newer  # our native module
+
+                    note_newer()
             _require_loader()
             return result
         except CheckpointingException as error:
