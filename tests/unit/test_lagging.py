@@ -13,6 +13,7 @@ import torch
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
+from megatron_datastates.mcore.load.opening import open_checkpoint
 from megatron_datastates.mcore.training import lagging
 from megatron_datastates.mcore.training import load as loads
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
@@ -51,7 +52,8 @@ class Run:
 
         def load_checkpoint() -> tuple[int, int]:
             iteration = self.args.ckpt_step or int((self.root / TRACKER_NAME).read_text())
-            state.current().directory = str(self.root / folder / iteration_name(iteration))
+            directory = state.current().directory = str(self.root / folder / iteration_name(iteration))
+            open_checkpoint(directory)
             return iteration, 0
 
         self.caplog.clear()
