@@ -120,3 +120,16 @@ def test_what_a_job_has_gone_back_to_since_the_plan_stays(
     reported: dict[int, str] = {}
     prune(tmp_path, RetentionRules(keep_last=1), stays=lambda one, why: reported.update({one.number: why}))
     assert reported == {200: "the newest complete one"}
+
+
+def test_of_two_branches_none_goes_once_the_tracked_checkpoint_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone shows which of them is the present one."""
+    first = save_job(tmp_path, [100])[100]
+    save_job(tmp_path, [400, 500], first)
+    save_job(tmp_path, [200, 300], first)
+    track(tmp_path, 200)
+    at_point(monkeypatch, "remove directory", lambda: shutil.rmtree(place(tmp_path, 200)))
+    prune(tmp_path, RetentionRules(keep_last=1))
+    assert complete(tmp_path) == [300, 500]

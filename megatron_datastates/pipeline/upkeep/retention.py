@@ -192,9 +192,11 @@ def _look(
     }
     latest = by_branch(path, undamaged, rules.keep_last or 1)
     numbers = sorted(undamaged)
-    # Which are the latest ones depends on the list of jobs, too: one may have gone back to an older one.
-    needed = [path / JOBS_NAME, *(undamaged[number] for number in {*latest, *numbers[-1:]})]
-    relied_on = {where: seen.get(where) for where in needed}
+    # Which are the latest ones depends on the tracked one, too, and on the list of jobs: a job may have gone
+    # back to an older one.
+    needed = [undamaged[number] for number in {*latest, *numbers[-1:]}]
+    tracked = path / iteration_name(listing.tracker.iteration or 0)
+    relied_on = {where: seen.get(where) for where in (path / JOBS_NAME, tracked, *needed)}
     return _Basis(rules, others, listing, complaints, numbers, latest, relied_on)
 
 
