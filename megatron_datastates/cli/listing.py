@@ -25,7 +25,7 @@ from megatron_datastates.errors import DataStatesError, NotACheckpointError, Opt
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.pipeline.near.listing import NearCheckpoint, near_iterations
 from megatron_datastates.pipeline.near.places import near_root, near_run
-from megatron_datastates.pipeline.runs.run_folders import non_persistent_in, why_no_run
+from megatron_datastates.pipeline.runs.run_folders import has_folder, non_persistent_in, why_no_run
 from megatron_datastates.pipeline.runs.runs import has_file, is_published
 from megatron_datastates.pipeline.runs.tracker import tracked_name
 from megatron_datastates.units import size_text
@@ -196,10 +196,16 @@ def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
 def _print_non_persistent(root: Path) -> None:
     try:
         other = non_persistent_in(root)
+        is_there = other is not None and has_folder(other.directory, iteration_name(other.iteration))
     except DataStatesError as error:
         say(f"not listed: {error}")
         return
-    if other is not None:
+    if other is not None and not is_there and other.is_resumed:
+        say(
+            f"{other.directory / TRACKER_NAME} names {iteration_name(other.iteration)}, which is missing: a "
+            "run cannot resume with --non-persistent-ckpt-type global"
+        )
+    elif other is not None:
         which = "loads that one" if other.is_resumed else "does not load them, as that is older"
         say(
             f"{other.directory} has non-persistent checkpoints, up to iteration {other.iteration}: a run "

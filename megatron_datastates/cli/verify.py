@@ -125,18 +125,18 @@ def _checkpoints(
         else:
             found += [(path, None) for path in paths]
             if iteration is None and paths != [directory]:  # it is a run
-                _note_non_persistent(directory, every)
+                _note_non_persistent(directory, every, directories)
     return found
 
 
-def _note_non_persistent(run: Path, every: bool) -> None:
+def _note_non_persistent(run: Path, every: bool, checked: Sequence[Path]) -> None:
     """Says which non-persistent checkpoints of a run are not checked, though one may be resumed from."""
     try:
         other = non_persistent_in(run)
     except DataStatesError as error:
         note(f"datastates: not checked: {error}")
         return
-    if other is not None and (other.is_resumed or every):
+    if other is not None and (other.is_resumed or every) and other.directory not in checked:
         resumed = ", which a run that resumes with --non-persistent-ckpt-type global loads" * other.is_resumed
         note(
             f"datastates: not checked: the non-persistent checkpoints in {other.directory}, up to iteration "

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_datastates.cli.prune import other_formats
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.runs.jobs import note_job
 from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules
@@ -106,3 +107,29 @@ def test_the_cost_of_a_removal_does_not_grow_with_the_run(
 
     few, many = cost_of_each(10), cost_of_each(40)
     assert many < 1.1 * few
+
+
+def test_what_a_job_has_gone_back_to_since_the_plan_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first save has begun: the list of jobs names it, and the tracker what it has left."""
+    saved = save_job(tmp_path, NUMBERS)
+    track(tmp_path, 500)
+    resumed, own = SaveId.parse(saved[200].save_id), SaveId(run_id=7, ordinal=1)
+    at_point(monkeypatch, "remove directory", lambda: note_job(tmp_path, own, 200, resumed=resumed))
+    reported: dict[int, str] = {}
+    prune(tmp_path, RetentionRules(keep_last=1), stays=lambda one, why: reported.update({one.number: why}))
+    assert reported == {200: "the newest complete one"}
+
+
+def test_of_two_branches_none_goes_once_the_tracked_checkpoint_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone shows which of them is the present one."""
+    first = save_job(tmp_path, [100])[100]
+    save_job(tmp_path, [400, 500], first)
+    save_job(tmp_path, [200, 300], first)
+    track(tmp_path, 200)
+    at_point(monkeypatch, "remove directory", lambda: shutil.rmtree(place(tmp_path, 200)))
+    prune(tmp_path, RetentionRules(keep_last=1))
+    assert complete(tmp_path) == [300, 500]

@@ -175,8 +175,16 @@ def test_ls_and_verify_name_the_non_persistent_checkpoints_of_a_run(a_run: Path,
     assert (not_checked in reported) == loads == reported.endswith(f"with `datastates verify {other}`\n")
     reported = run("verify", "--all", a_run)[2]
     assert not_checked in reported and f"check with `datastates verify --all {other}`" in reported
-    for given in ([a_run / "iter_0000005"], [other], [a_run, "--iteration", 5]):
+    for given in ([a_run / "iter_0000005"], [other], [a_run, other], [a_run, "--iteration", 5]):
         assert "non-persistent" not in run("verify", *given)[2]
+
+
+def test_a_non_persistent_checkpoint_that_is_missing_is_said_to_be(a_run: Path) -> None:
+    """Somebody has removed it by hand, and not the tracker."""
+    other = put_non_persistent(a_run, 7)
+    shutil.rmtree(other / "iter_0000007")
+    last = output_of("ls", a_run).splitlines()[-1]
+    assert last.startswith(f"{other / TRACKER} names iter_0000007, which is missing: a run cannot resume")
 
 
 def test_non_persistent_checkpoints_that_nothing_resumes_from_are_not_named(a_run: Path) -> None:

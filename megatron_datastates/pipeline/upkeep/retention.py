@@ -44,6 +44,7 @@ from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.publishing.presence import missing_data_files
 from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
+from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from megatron_datastates.pipeline.runs.run_folders import why_no_run
 from megatron_datastates.pipeline.runs.runs import (
     Iteration,
@@ -191,7 +192,11 @@ def _look(
     }
     latest = by_branch(path, undamaged, rules.keep_last or 1)
     numbers = sorted(undamaged)
-    relied_on = {undamaged[number]: seen.get(undamaged[number]) for number in {*latest, *numbers[-1:]}}
+    # Which are the latest ones depends on the tracked one, too, and on the list of jobs: a job may have gone
+    # back to an older one.
+    needed = [undamaged[number] for number in {*latest, *numbers[-1:]}]
+    tracked = path / iteration_name(listing.tracker.iteration or 0)
+    relied_on = {where: seen.get(where) for where in (path / JOBS_NAME, tracked, *needed)}
     return _Basis(rules, others, listing, complaints, numbers, latest, relied_on)
 
 
@@ -208,8 +213,9 @@ def _unchanged(
     """Returns what a second decision about one directory depends on; None if all have to be looked at again.
 
     A run may have thousands: to look at all of them before each removal would take longer than the removals.
-    What may keep a directory that was to be removed is in itself, a link to it, another tracker, or a change
-    of what is kept in its place. Newer checkpoints, which a job saves meanwhile, do not.
+    What may keep a directory that was to be removed is in itself, a link to it, another tracker, another job
+    that has begun to save, or a change of what is kept in its place. Newer checkpoints, which a job saves
+    meanwhile, do not.
     """
     basis = last.basis
     if basis is None or is_object(path):
