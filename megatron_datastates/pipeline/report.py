@@ -188,9 +188,16 @@ def _is_listening(listener: Listener) -> bool:
         return False
 
 
+def _copy_of(value: Any) -> Any:
+    """Returns dictionaries and lists, and those in them, anew. All else is as it was: it may be anything."""
+    if isinstance(value, dict):
+        return {name: _copy_of(each) for name, each in value.items()}
+    return [_copy_of(each) for each in value] if isinstance(value, list) else value
+
+
 def _call(listener: Listener, report: Report) -> None:
     try:
-        listener.hear(dict(report))  # which it may change
+        listener.hear(_copy_of(report))  # which it may change
     except Exception as error:
         if listener not in _failed:
             _failed.append(listener)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,27 @@ def test_a_callback_that_fails_is_logged_once_and_fails_nothing(
         assert ds.save(STATE, tmp_path / str(number))["state"] == "published"
     assert len(heard) == 3
     assert caplog.text.count("no gateway") == 1
+
+
+def test_what_a_callback_changes_in_its_report_is_in_no_other_one(tmp_path: Path) -> None:
+    """Nor in the file, whose line another thread writes later."""
+    heard: list[dict[str, Any]] = []
+
+    def flatten(report: dict[str, Any]) -> None:
+        for name in ("ranks_ms", "held_parts_ms"):
+            for part in list(report[name]):
+                report[f"{name}_{part}"] = report[name].pop(part)
+        report["held_spans_ms"].clear()
+
+    ds.on_report(flatten)
+    ds.on_report(heard.append)
+    path = tmp_path / "reports.jsonl"
+    handle = ds.async_save(STATE, tmp_path / "a", report_file=str(path))
+    while not handle.done():
+        time.sleep(0.001)
+    close_all()
+    assert heard == [json.loads(path.read_text())]
+    assert heard[0]["ranks_ms"]["durable"] and heard[0]["held_parts_ms"] and heard[0]["held_spans_ms"]
 
 
 def test_a_callback_that_is_registered_twice_is_called_once_until_it_ends(tmp_path: Path) -> None:
