@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import megatron_datastates as ds
 from megatron_datastates.config import Options
+from megatron_datastates.dcp import DataStatesWriter
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.mcore.providers import _of_functions, find_functions
 from megatron_datastates.pipeline import report as reports
@@ -125,6 +128,28 @@ def test_a_callback_may_save(tmp_path: Path) -> None:
     ds.on_report(keep)
     saved = ds.save(STATE, tmp_path / "first")
     assert ds.load(tmp_path / "second") == {"report": saved["save_id"]}
+
+
+@pytest.mark.parametrize("through", ["ds.save", "dcp.save"])
+def test_a_callback_may_wait_for_a_save_of_another_thread(tmp_path: Path, through: str) -> None:
+    def save(name: str) -> None:
+        if through == "ds.save":
+            ds.save(STATE, tmp_path / name)
+        else:
+            dcp.save(STATE, storage_writer=DataStatesWriter(tmp_path / name), no_dist=True)
+
+    ended: list[bool] = []
+
+    def wait(report: dict[str, Any]) -> None:
+        if report["directory"].endswith("first"):
+            other = threading.Thread(target=save, args=("second",), daemon=True)
+            other.start()
+            other.join(10)
+            ended.append(not other.is_alive())
+
+    ds.on_report(wait)
+    save("first")
+    assert ended == [True]
 
 
 def skips(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
