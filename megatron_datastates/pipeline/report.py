@@ -115,11 +115,15 @@ class Reporter:
             if not later:
                 self._await_file()
         for listener in listeners:
-            _call(listener, report)
+            self._call(listener, report)
 
     def call_listeners(self, report: Report) -> None:
         """Passes one report to listeners only. Never raises."""
         for listener in self._listening():
+            self._call(listener, report)
+
+    def _call(self, listener: Listener, report: Report) -> None:
+        if listener in self.listeners or listener in _of_program:  # another one may have ended it
             _call(listener, report)
 
     def _listening(self) -> list[Listener]:

@@ -113,6 +113,15 @@ def test_a_callback_that_is_registered_twice_is_called_once_until_it_ends(tmp_pa
     assert len(heard) == 1
 
 
+def test_a_callback_that_another_one_ends_is_not_called_any_more(tmp_path: Path) -> None:
+    """Not for the same report either: what it writes to may be closed."""
+    ended = Mock()
+    ds.on_report(lambda report: end())
+    end = ds.on_report(ended)
+    ds.save(STATE, tmp_path / "ck")
+    ended.assert_not_called()
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(OptionError, match="expected a function that takes a report, found 3"):
         ds.on_report(3)  # type: ignore[arg-type]
