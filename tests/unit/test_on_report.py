@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -120,6 +121,31 @@ def test_a_callback_that_another_one_ends_is_not_called_any_more(tmp_path: Path)
     end = ds.on_report(ended)
     ds.save(STATE, tmp_path / "ck")
     ended.assert_not_called()
+
+
+@dataclasses.dataclass
+class Exporter:
+    """A callback that equals others of its class."""
+
+    heard: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, report: dict[str, Any]) -> None:
+        self.heard.append(report)
+
+    def hear(self, report: dict[str, Any]) -> None:
+        self.heard.append(report)
+
+
+def test_callbacks_with_equal_values_are_two_and_a_method_of_one_object_is_one(tmp_path: Path) -> None:
+    one, other = Exporter(), Exporter()
+    ends = [ds.on_report(callback) for callback in (one, other, other.hear, other.hear)]
+    ds.save(STATE, tmp_path / "0")
+    assert (len(one.heard), len(other.heard)) == (1, 2)
+    one.heard[:] = other.heard
+    for end in ends[1:]:
+        end()
+    ds.save(STATE, tmp_path / "1")
+    assert (len(one.heard), len(other.heard)) == (3, 2)
 
 
 def test_what_cannot_be_called_is_refused() -> None:
