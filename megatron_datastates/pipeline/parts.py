@@ -108,14 +108,16 @@ class PartSaver(Saver):
         Raises:
             SaveFailedError: see Publication.publish_parts.
         """
-        with _publishing.lock:
-            _publishing.owner = threading.get_ident()
-            try:
-                publication.publish_parts(parts, extras)
-            finally:
-                _publishing.owner = None
-                if publication.outcome is not Outcome.PENDING:
-                    self._report_once(publication, _MODE)
+        try:
+            with _publishing.lock:
+                _publishing.owner = threading.get_ident()
+                try:
+                    publication.publish_parts(parts, extras)
+                finally:
+                    _publishing.owner = None
+        finally:
+            if publication.outcome is not Outcome.PENDING:
+                self._report_once(publication, _MODE)  # listeners may wait for another thread that saves
 
 
 def _new_ids() -> Iterator[SaveId]:

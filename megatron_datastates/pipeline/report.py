@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import BuiltinMethodType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,16 @@ class Listener(NamedTuple):
 
     hear: Callable[[Report], object]
     is_listening: Callable[[], bool] = _always  # making a report for nobody costs the trainer time
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether both call the same, and not what only has equal values, as dataclasses have.
+
+        A method is another object each time that it is looked up; two are equal if they are of one object.
+        """
+        if not isinstance(other, Listener):
+            return False
+        is_method = isinstance(self.hear, (MethodType, BuiltinMethodType))
+        return self.hear is other.hear or (is_method and self.hear == other.hear)
 
 
 # Of the program, for all saves and loads, whatever their options. Changed by atomic operations only.
@@ -115,11 +126,15 @@ class Reporter:
             if not later:
                 self._await_file()
         for listener in listeners:
-            _call(listener, report)
+            self._call(listener, report)
 
     def call_listeners(self, report: Report) -> None:
         """Passes one report to listeners only. Never raises."""
         for listener in self._listening():
+            self._call(listener, report)
+
+    def _call(self, listener: Listener, report: Report) -> None:
+        if listener in self.listeners or listener in _of_program:  # another one may have ended it
             _call(listener, report)
 
     def _listening(self) -> list[Listener]:
@@ -188,9 +203,16 @@ def _is_listening(listener: Listener) -> bool:
         return False
 
 
+def _copy_of(value: Any) -> Any:
+    """Returns dictionaries and lists, and those in them, anew. All else is as it was: it may be anything."""
+    if isinstance(value, dict):
+        return {name: _copy_of(each) for name, each in value.items()}
+    return [_copy_of(each) for each in value] if isinstance(value, list) else value
+
+
 def _call(listener: Listener, report: Report) -> None:
     try:
-        listener.hear(dict(report))  # which it may change
+        listener.hear(_copy_of(report))  # which it may change
     except Exception as error:
         if listener not in _failed:
             _failed.append(listener)

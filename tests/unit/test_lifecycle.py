@@ -524,6 +524,36 @@ def test_a_device_that_hangs_keeps_no_program_from_its_end(run, tmp_path):
     assert verify(tmp_path / "before", options=OPTIONS).good
 
 
+HUNG_STORAGE = """
+import contextlib
+from types import SimpleNamespace
+from megatron_datastates.pipeline import saver as module
+from megatron_datastates.pipeline.publishing import presence
+module._CLOSING_SECONDS = 0.5
+presence._FEW_FILES = 0  # as where there are more files than that
+asked = threading.Event()
+
+def hang(**how):
+    asked.set()
+    time.sleep(1000)
+
+def scandir(directory):
+    names = os.listdir(directory)
+    is_file = lambda **how: True
+    return contextlib.nullcontext([SimpleNamespace(name=name, is_file=is_file, stat=hang) for name in names])
+
+presence.os = SimpleNamespace(scandir=scandir, DirEntry=os.DirEntry)
+poll_until(start("c", Mutability.NOW), asked.is_set)
+"""
+
+
+def test_storage_that_does_not_answer_when_files_are_looked_at_keeps_no_program_from_its_end(run, tmp_path):
+    ended = run(HUNG_STORAGE)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert "still hangs after 0.5 s: whether it was published is not known" in ended.stderr
+    assert not is_published(tmp_path / "c")
+
+
 # -- children ---------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import megatron_datastates as ds
 from megatron_datastates.config import Options
+from megatron_datastates.dcp import DataStatesWriter
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
 from megatron_datastates.mcore.providers import _of_functions, find_functions
 from megatron_datastates.pipeline import report as reports
@@ -76,6 +81,27 @@ def test_a_callback_that_fails_is_logged_once_and_fails_nothing(
     assert caplog.text.count("no gateway") == 1
 
 
+def test_what_a_callback_changes_in_its_report_is_in_no_other_one(tmp_path: Path) -> None:
+    """Nor in the file, whose line another thread writes later."""
+    heard: list[dict[str, Any]] = []
+
+    def flatten(report: dict[str, Any]) -> None:
+        for name in ("ranks_ms", "held_parts_ms"):
+            for part in list(report[name]):
+                report[f"{name}_{part}"] = report[name].pop(part)
+        report["held_spans_ms"].clear()
+
+    ds.on_report(flatten)
+    ds.on_report(heard.append)
+    path = tmp_path / "reports.jsonl"
+    handle = ds.async_save(STATE, tmp_path / "a", report_file=str(path))
+    while not handle.done():
+        time.sleep(0.001)
+    close_all()
+    assert heard == [json.loads(path.read_text())]
+    assert heard[0]["ranks_ms"]["durable"] and heard[0]["held_parts_ms"] and heard[0]["held_spans_ms"]
+
+
 def test_a_callback_that_is_registered_twice_is_called_once_until_it_ends(tmp_path: Path) -> None:
     """A restart within the process runs the program's main function again."""
     heard: list[dict[str, Any]] = []
@@ -86,6 +112,40 @@ def test_a_callback_that_is_registered_twice_is_called_once_until_it_ends(tmp_pa
     second()
     ds.save(STATE, tmp_path / "1")
     assert len(heard) == 1
+
+
+def test_a_callback_that_another_one_ends_is_not_called_any_more(tmp_path: Path) -> None:
+    """Not for the same report either: what it writes to may be closed."""
+    ended = Mock()
+    ds.on_report(lambda report: end())
+    end = ds.on_report(ended)
+    ds.save(STATE, tmp_path / "ck")
+    ended.assert_not_called()
+
+
+@dataclasses.dataclass
+class Exporter:
+    """A callback that equals others of its class."""
+
+    heard: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, report: dict[str, Any]) -> None:
+        self.heard.append(report)
+
+    def hear(self, report: dict[str, Any]) -> None:
+        self.heard.append(report)
+
+
+def test_callbacks_with_equal_values_are_two_and_a_method_of_one_object_is_one(tmp_path: Path) -> None:
+    one, other = Exporter(), Exporter()
+    ends = [ds.on_report(callback) for callback in (one, other, other.hear, other.hear)]
+    ds.save(STATE, tmp_path / "0")
+    assert (len(one.heard), len(other.heard)) == (1, 2)
+    one.heard[:] = other.heard
+    for end in ends[1:]:
+        end()
+    ds.save(STATE, tmp_path / "1")
+    assert (len(one.heard), len(other.heard)) == (3, 2)
 
 
 def test_what_cannot_be_called_is_refused() -> None:
@@ -103,6 +163,28 @@ def test_a_callback_may_save(tmp_path: Path) -> None:
     ds.on_report(keep)
     saved = ds.save(STATE, tmp_path / "first")
     assert ds.load(tmp_path / "second") == {"report": saved["save_id"]}
+
+
+@pytest.mark.parametrize("through", ["ds.save", "dcp.save"])
+def test_a_callback_may_wait_for_a_save_of_another_thread(tmp_path: Path, through: str) -> None:
+    def save(name: str) -> None:
+        if through == "ds.save":
+            ds.save(STATE, tmp_path / name)
+        else:
+            dcp.save(STATE, storage_writer=DataStatesWriter(tmp_path / name), no_dist=True)
+
+    ended: list[bool] = []
+
+    def wait(report: dict[str, Any]) -> None:
+        if report["directory"].endswith("first"):
+            other = threading.Thread(target=save, args=("second",), daemon=True)
+            other.start()
+            other.join(10)
+            ended.append(not other.is_alive())
+
+    ds.on_report(wait)
+    save("first")
+    assert ended == [True]
 
 
 def skips(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

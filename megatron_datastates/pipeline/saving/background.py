@@ -5,15 +5,17 @@ from __future__ import annotations
 import _thread
 import contextlib
 import errno
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from megatron_datastates.pipeline.saving.flag import Flag
 
+S = TypeVar("S")
 T = TypeVar("T")
 # Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does
 # next; an earlier thread would take the GIL from the trainer for milliseconds.
@@ -83,6 +85,32 @@ class BackgroundThread:
             self._ended.set()
 
 
+def in_background(function: Callable[[S], T], parts: Iterable[S]) -> list[T]:
+    """Returns what `function` returns for each part; for each on a thread, or here, if none can be started.
+
+    Not a pool of threads: the interpreter waits for those before it ends, and storage may hang.
+
+    Raises:
+        Exception: the first part's for which `function` raises one. Other parts may be under way.
+    """
+    answers: list[Future[T]] = []
+    for part in parts:
+        answers.append(Future())
+        work = functools.partial(_answer, answers[-1], functools.partial(function, part))
+        try:
+            BackgroundThread(work).start()
+        except RuntimeError:
+            work()
+    return [answer.result() for answer in answers]
+
+
+def _answer(answer: Future[T], ask: Callable[[], T]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as error:
+        answer.set_exception(error)
+
+
 class Answers:
     """Asks storage that may hang: the trainer waits for an answer for a while, and then does without.
 
@@ -102,15 +130,8 @@ class Answers:
             Exception: what it raises.
         """
         answer: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(ask())
-            except BaseException as error:
-                answer.set_exception(error)
-
         if self.is_answered():
-            thread = BackgroundThread(work)
+            thread = BackgroundThread(functools.partial(_answer, answer, ask))
             try:
                 thread.start()
             except RuntimeError:
