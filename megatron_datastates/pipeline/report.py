@@ -39,7 +39,7 @@ def _always() -> bool:
 class Listener(NamedTuple):
     """What is called with reports on the trainer's thread."""
 
-    hear: Callable[[Report], object]
+    callback: Callable[[Report], object]
     is_listening: Callable[[], bool] = _always  # making a report for nobody costs the trainer time
 
     def __eq__(self, other: object) -> bool:
@@ -49,8 +49,8 @@ class Listener(NamedTuple):
         """
         if not isinstance(other, Listener):
             return False
-        is_method = isinstance(self.hear, (MethodType, BuiltinMethodType))
-        return self.hear is other.hear or (is_method and self.hear == other.hear)
+        is_method = isinstance(self.callback, (MethodType, BuiltinMethodType))
+        return self.callback is other.callback or (is_method and self.callback == other.callback)
 
 
 # Of the program, for all saves and loads, whatever their options. Changed by atomic operations only.
@@ -199,7 +199,7 @@ def _is_listening(listener: Listener) -> bool:
     try:
         return listener.is_listening()
     except Exception as error:
-        logger.warning("the listener %r raised when it was asked for: %s", listener.hear, error)
+        logger.warning("the listener %r raised when it was asked for: %s", listener.callback, error)
         return False
 
 
@@ -212,13 +212,13 @@ def _copy_of(value: Any) -> Any:
 
 def _call(listener: Listener, report: Report) -> None:
     try:
-        listener.hear(_copy_of(report))  # which it may change
+        listener.callback(_copy_of(report))  # which it may change
     except Exception as error:
         if listener not in _failed:
             _failed.append(listener)
             logger.warning(
                 "the listener %r raised for the report of a %s: %s. Its later errors are not logged",
-                listener.hear,
+                listener.callback,
                 report["event"],
                 error,
             )
