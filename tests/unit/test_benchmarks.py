@@ -80,6 +80,7 @@ def test_an_unknown_part_is_refused_before_anything_is_measured(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_the_engine_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
     parts = ("write", "start", "tiny", "objects")
     results = try_out("engine", tmp_path, *(word for part in parts for word in ("--only", part)))
@@ -93,6 +94,7 @@ def test_the_engine_benchmark_reports_what_its_stored_results_have(tmp_path: Pat
     assert "<svg" in (tmp_path / "engine.svg").read_text()
 
 
+@pytest.mark.long
 def test_the_ablation_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
     results = try_out("ablation", tmp_path)
     committed = json.loads((RESULTS / "ablation.json").read_text())
