@@ -185,3 +185,12 @@ def test_saves_that_fail_behind_one_that_hangs_are_warned_of_once(world: World, 
         assert each["error"] is None and each["saves"] == 4
         failed = [error.split(" failed on ")[0].rpartition("/")[2] for error in each["warned"]]
         assert failed == ["iter_0000001", "iter_0000002", "iter_0000003"][: len(failed)] and len(failed) >= 2
+
+
+@pytest.mark.long  # 64 processes on the test machine's cores
+def test_one_of_64_ranks_fails_and_48_ranks_load(world: World, tmp_path: Path) -> None:
+    arguments = ("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:ENOSPC", 37)
+    reports = world.run(*arguments, ranks=64, timeout_seconds=500)
+    assert_agreed(reports, 37, "No space left on device")
+    assert "failed on 1 of 64 ranks" in reports[0]["error"]
+    world.run("api_ranks:load", tmp_path / "bad", 3, 64, ranks=48, timeout_seconds=500)
