@@ -44,20 +44,19 @@ class Archive:
     flipped: tuple[int, ...] = ()  # bytes of an element that hold signs of a conjugated or negated view
 
     def read_into(self, begin: int, target: Bytes) -> None:
-        """Reads bytes [begin, begin + len(target)) of the tensor in row-major order."""
+        """Reads bytes [begin, begin + len(target)) of the tensor, whole elements in row-major order."""
         self._read_stored(begin, target)
         for byte in self.flipped:
-            target[(byte - begin) % element_bytes(self.dtype) :: element_bytes(self.dtype)] ^= 0x80
+            target[byte :: element_bytes(self.dtype)] ^= 0x80
 
     def _read_stored(self, begin: int, target: Bytes) -> None:
         item = element_bytes(self.dtype)
         if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
             read_exactly(self.file, self.data_offset + begin, target, self.where)
             return
-        first, last = begin // item, -(-(begin + len(target)) // item)
         with self._mapped() as memory:
-            flat = _elements(self._view(memory), first, last)
-        target[:] = flat.view(np.uint8)[begin - first * item :][: len(target)]
+            flat = _elements(self._view(memory), begin // item, (begin + len(target)) // item)
+        target[:] = flat.view(np.uint8)
 
     def read_box(self, begin: Sequence[int], target: np.ndarray) -> None:
         """Reads the box at element `begin` into `target`, which has the box's shape and void elements."""
