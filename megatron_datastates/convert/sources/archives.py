@@ -11,6 +11,7 @@ import itertools
 import math
 import mmap
 import os
+import types
 import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, Protocol
@@ -188,12 +189,13 @@ class Appendable(Protocol):
 
     def flush(self) -> None: ...
 
-    def tell(self) -> int: ...
-
 
 def write_archive(file: Appendable, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
     """Appends the archive that torch.save would write of a contiguous tensor, whose bytes come in order."""
-    with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
+    # In what cannot tell or seek, offsets count from the archive's start, and checksums follow the data, as
+    # torch.save writes them, too.
+    appended = types.SimpleNamespace(write=file.write, flush=file.flush)
+    with zipfile.ZipFile(appended, "w") as archive:
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_tensor_record(dtype, shape))
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
         entry = zipfile.ZipInfo("archive/data/0")
@@ -202,17 +204,3 @@ def write_archive(file: Appendable, dtype: str, shape: Sequence[int], data: Iter
             for part in data:
                 stream.write(part.data)
         archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
-
-
-class _Appended:
-    """The rest of a file, presented as a file: offsets in an archive count from its start.
-
-    It cannot seek, so checksums follow the data, as torch.save writes them, too.
-    """
-
-    def __init__(self, file: Appendable) -> None:
-        self._file, self._begin = file, file.tell()
-        self.write, self.flush = file.write, file.flush
-
-    def tell(self) -> int:
-        return self._file.tell() - self._begin
