@@ -170,7 +170,7 @@ class _Finder:
     def tensors(self, place: Place, made: list[Rows], dtype: str) -> Iterator[HuggingFaceTensor]:
         """Yields the tensors that a place's rows make. Raises FormatError."""
         for rows in made:
-            boxes = tuple(box for run in rows.runs for box in self._boxes(place, *run))
+            boxes = tuple(self._box(place, *run) for run in rows.runs)
             count = sum(length for _, length in rows.runs)
             shape = (count, *place.shape[1:])
             kept = self._source.tensors[boxes[0][0]].dtype
@@ -185,7 +185,7 @@ class _Finder:
                 place.zero_centered,
             )
 
-    def _boxes(self, place: Place, first: int, count: int) -> Iterator[Box]:
+    def _box(self, place: Place, first: int, count: int) -> Box:
         key, before = self._find(place)
         self._used.add(key)
         rows, others = place.shape[0], place.shape[1:]
@@ -197,7 +197,7 @@ class _Finder:
         self._require_shape(key, (*(size for _, size in before), rows, *others), place)
         offset = tuple(n for n, _ in before)
         zeros = (0,) * len(others)
-        yield key, (*offset, first, *zeros), (*(1 for _ in before), count, *others)
+        return key, (*offset, first, *zeros), (*(1 for _ in before), count, *others)
 
     def _find(self, place: Place) -> tuple[str, list[tuple[int, int]]]:
         """Returns the key of a place's tensor, and (number, count) for each axis before its own."""
