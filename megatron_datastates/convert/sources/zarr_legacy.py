@@ -174,14 +174,10 @@ class LegacyZarrSource(Source):
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         for key, number, begin, size, at in ranges:
-            tensor = self._found(self.tensors, "tensor", key)
-            fragment = self.fragment(key, number)
-            if fragment.shape == tensor.chunk_shape:  # then only the requested bytes are read
-                (cell,) = tensor.cells(fragment.offset, fragment.shape)
-                data = tensor.chunk(cell).reshape(-1)
-            else:
-                whole = self.read_tensor(key, fragment.offset, fragment.shape)
-                data = whole.reshape(-1).view(torch.uint8).numpy()
+            tensor, fragment = self._found(self.tensors, "tensor", key), self.fragment(key, number)
+            (cell,) = tensor.cells(fragment.offset, fragment.shape)
+            # No copy but of what is padded: then only the requested bytes are read.
+            data = tensor.chunk(cell)[tuple(map(slice, fragment.shape))].reshape(-1)
             window[at : at + size] = data[begin : begin + size]
 
     def read_object(self, key: str) -> bytes:
