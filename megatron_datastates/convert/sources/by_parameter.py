@@ -178,26 +178,20 @@ class ByParameterSource(Source):
 
     def stored_by_rank(self) -> list[RankContents]:
         """Returns the pieces of states with the files that hold their first elements."""
-        files = [
-            RankContents(
-                [one for one in file.fragments if one[0] not in self._states.buckets],
-                [key for key in file.objects if key not in self._beside],
-                file.streams,
+        ranks = {
+            rank: RankContents(
+                [one for one in contents.fragments if one[0] not in self._states.buckets],
+                [key for key in contents.objects if key not in self._beside],
+                contents.streams,
             )
-            for file in self._stored.stored_by_rank()
-        ]
-        numbers = self._numbers_of_files()
+            for rank, contents in self._stored.contents_of_ranks().items()
+        }
+        files = self._stored.manifest.files
         for key, state in self._states.items():
             for n, (offset, shape) in enumerate(
                 zip(state.offsets.tolist(), state.shapes.tolist(), strict=True)
             ):
-                _, (file, _) = state.place(offset, shape) if math.prod(shape) else (None, (0, 0))
-                files[numbers.get(file, 0)].fragments.append((key, n))
-        return [file for file in files if not file.is_empty]
-
-    def _numbers_of_files(self) -> dict[int, int]:
-        """Returns, by number of a data file, the place of its rank among those that stored anything."""
-        held = zip(self._stored.manifest.files, self._stored.stored_by_file(), strict=True)
-        ranks = [file.rank if not one.is_empty else None for file, one in held]
-        places = {rank: n for n, rank in enumerate(sorted({rank for rank in ranks if rank is not None}))}
-        return {file: places[rank] for file, rank in enumerate(ranks) if rank is not None}
+                has_place = math.prod(shape) > 0
+                rank = files[state.place(offset, shape)[1][0]].rank if has_place else min(ranks)
+                ranks[rank].fragments.append((key, n))
+        return [contents for _, contents in sorted(ranks.items()) if not contents.is_empty]
