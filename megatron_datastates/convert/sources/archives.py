@@ -46,25 +46,22 @@ class Archive:
 
     def read_into(self, begin: int, target: Bytes) -> None:
         """Reads bytes [begin, begin + len(target)) of the tensor, whole elements in row-major order."""
-        self._read_stored(begin, target)
-        for byte in self.flipped:
-            target[byte :: element_bytes(self.dtype)] ^= 0x80
-
-    def _read_stored(self, begin: int, target: Bytes) -> None:
         item = element_bytes(self.dtype)
         if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
             read_exactly(self.file, self.data_offset + begin, target, self.where)
-            return
-        with self._mapped() as memory:
-            flat = _elements(self._view(memory), begin // item, (begin + len(target)) // item)
-        target[:] = flat.view(np.uint8)
+        else:
+            with self._mapped() as memory:
+                found = _elements(self._view(memory), begin // item, (begin + len(target)) // item)
+            target[:] = found.view(np.uint8)
+        self._flip(target.view(f"V{item}"))
 
     def read_box(self, begin: Sequence[int], target: np.ndarray) -> None:
         """Reads the box at element `begin` into `target`, which has the box's shape and void elements."""
         if self.strides != contiguous_strides(self.shape) or not _is_contiguous(target.shape, self.shape):
             box = tuple(slice(b, b + n) for b, n in zip(begin, target.shape, strict=True))
             with self._mapped() as memory:
-                target[...] = self._flip(self._view(memory)[box])
+                target[...] = self._view(memory)[box]
+            self._flip(target)
             return
         data = target if target.flags.c_contiguous else np.empty_like(target, order="C")
         at = sum(b * stride for b, stride in zip(begin, self.strides, strict=True)) * target.itemsize
@@ -72,14 +69,10 @@ class Archive:
         if data is not target:
             target[...] = data
 
-    def _flip(self, elements: np.ndarray) -> np.ndarray:
-        """Returns elements with the signs of the values; themselves if those are stored."""
-        if not self.flipped:
-            return elements
-        values = elements.copy()
+    def _flip(self, elements: np.ndarray) -> None:
+        """Changes signs of what is stored to those of the values."""
         for byte in self.flipped:
-            values.reshape(-1).view(np.uint8)[byte :: element_bytes(self.dtype)] ^= 0x80
-        return values
+            elements[..., None].view(np.uint8)[..., byte] ^= 0x80
 
     def _mapped(self) -> mmap.mmap:
         """Maps the file: pages of a mapping, unlike a buffer, can be dropped by the system."""
