@@ -72,7 +72,7 @@ class Archive:
     def _flip(self, elements: np.ndarray) -> None:
         """Changes signs of what is stored to those of the values."""
         for byte in self.flipped:
-            elements[..., None].view(np.uint8)[..., byte] ^= 0x80
+            elements[..., None].view(np.uint8)[..., byte] ^= np.uint8(0x80)
 
     def _mapped(self) -> mmap.mmap:
         """Maps the file: pages of a mapping, unlike a buffer, can be dropped by the system."""
