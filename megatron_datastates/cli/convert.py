@@ -174,7 +174,7 @@ class _Bars:
         self._count = self._team.new_count()
         if self._team.rank == 0:
             self._bar = progress_bar(stage)
-            self._bar.add_task("", total=sum(plan.file_bytes))
+            self._bar.add_task("", total=plan.bytes)
             self._bar.start()
             self._stopped = threading.Event()
             threading.Thread(target=self._follow, args=(self._stopped,), daemon=True).start()

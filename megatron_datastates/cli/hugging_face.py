@@ -141,7 +141,7 @@ def import_hugging_face(
             flags.append(f"--transformer-impl {LOCAL}")
 
         def start(plan: Plan) -> Progress:
-            task = progress.add_task("", total=sum(plan.file_bytes))
+            task = progress.add_task("", total=plan.bytes)
             return lambda done: progress.advance(task, done)
 
         plan = import_model(opened, target, format=to, limits=Limits(memory), start=start)
@@ -152,9 +152,9 @@ def _print_imported(plan: Plan, flags: list[str], source: HuggingFaceSource, as_
     run, count = plan.target.parent, len(source.tensors)
     if as_json:
         found = {"target": str(plan.target), "format": plan.format, "tensors": count}
-        print_json(found | {"bytes": sum(plan.file_bytes), "arguments": flags})
+        print_json(found | {"bytes": plan.bytes, "arguments": flags})
         return
-    size = size_text(sum(plan.file_bytes))
+    size = size_text(plan.bytes)
     say(f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size}")
     note("Start the training with these arguments, and those of its tokenizer:")
     say_as_is(" ".join(["--load", shlex.quote(str(run)), *flags]))

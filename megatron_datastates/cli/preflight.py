@@ -74,8 +74,9 @@ def preflight(directory: Path, size: int, saves: int, as_json: bool) -> None:
     """
     with reported_errors(), _cleaning_up():
         from megatron_datastates.preflight import run
+        from megatron_datastates.preflight.ranks import Ranks
 
-        ranks = run.Ranks()
+        ranks = Ranks()
         is_first = ranks.rank == 0
         show = note if is_first and not as_json else lambda text: None
         result = run.preflight(ranks, directory, size, saves, show)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +72,7 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
         )
     source.preload(keys)
     return _matching(
-        {*keys, *states},  # of some optimizers of a chain in buckets, of others by parameter
+        # Of some optimizers of a chain in buckets, of others by parameter.
         {**{key: source.tensors[key] for key in keys}, **states},
         pattern,
         lambda key: _state_content(states[key]) if key in states else _stored_content(source, key),
@@ -80,14 +80,11 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
 
 
 def _matching(
-    keys: Iterable[str],
-    tensors: Mapping[str, StoredBoxes],
-    pattern: str,
-    content_of: Callable[[str], Content],
+    tensors: Mapping[str, StoredBoxes], pattern: str, content_of: Callable[[str], Content]
 ) -> list[Content]:
     """Returns tensors whose keys match, and else their layers that do, by the names of Megatron's modules."""
     contents = []
-    for key in sorted(keys):
+    for key in sorted(tensors):
         if fnmatch.fnmatchcase(key, pattern):
             contents.append(content_of(key))
             continue

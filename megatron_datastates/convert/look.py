@@ -160,7 +160,7 @@ def look_at(path: Path, *, tracked: bool = False, records: Records | None = None
         if format == BACKEND:
             _look_at_ours(look)
         elif format == TORCH_DIST:
-            _look_at_torch_dist(look, records=records)
+            _look_at_torch_dist(look, _MOST_PARSED_BYTES, records)
         else:
             _look_at_other(look)
     except _FoundError as found:
@@ -219,17 +219,14 @@ def fault_of_torch_dist(path: Path) -> str | None:
     return None
 
 
-def _look_at_torch_dist(
-    look: Look, most_parsed_bytes: int | None = None, records: Records | None = None
-) -> None:
+def _look_at_torch_dist(look: Look, most_parsed_bytes: int, records: Records | None = None) -> None:
     if is_object(look.path):
         raise _FoundError(UNREADABLE, f"{TORCH_DIST} is not read from object stores: copy it to a directory")
     index, is_marked = look.path / TORCH_DIST_INDEX, stored_backend(look.path) is not None
     size = _size(index)
     if size is None:
         raise _FoundError(*_without_index(look.path, is_marked))
-    most = _MOST_PARSED_BYTES if most_parsed_bytes is None else most_parsed_bytes
-    if records is None and size > most:
+    if records is None and size > most_parsed_bytes:
         keys = _require_named_files(look, index)
     else:
         records = _records(index) if records is None else records

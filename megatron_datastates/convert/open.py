@@ -1,6 +1,6 @@
 """Opens a checkpoint of any format: the one module that chooses among all sources.
 
-Each is imported when it is used: looks at one format are not to wait for the others, and zarr is optional.
+Each is imported when it is used: looks at one format are not to wait for the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     Raises:
         NotACheckpointError: the directory holds no checkpoint of a known format.
         StorageError: its name is not UTF-8, or it cannot be read.
-        MissingPackageError: reading its format needs a package that is not installed.
     """
     path = path_of(directory)
     require_utf8(path)

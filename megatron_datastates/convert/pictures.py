@@ -93,18 +93,14 @@ def plot_trend(trend: Trend, name: str, target: Path) -> None:
     _save(figure, target)
 
 
-def _relative(point: Point) -> float | None:
-    return None if point.update is None else point.update.distance
-
-
-def _largest(point: Point) -> float | None:
-    return None if point.update is None else point.update.largest_absolute
-
-
 _VALUES: dict[str, Callable[[Point], float | None]] = {
     "norm": lambda point: point.norm,
-    "update: |change| / |before| since the checkpoint before": _relative,
-    "largest change of an element": _largest,
+    "update: |change| / |before| since the checkpoint before": lambda point: (
+        None if point.update is None else point.update.distance
+    ),
+    "largest change of an element": lambda point: (
+        None if point.update is None else point.update.largest_absolute
+    ),
 }
 
 

@@ -32,7 +32,7 @@ class Plan:
     target: Path
     format: str
     files: list[RankContents]  # one for each file of the target, in order of its ranks
-    file_bytes: list[int]  # of the tensors in each file
+    bytes: int  # of all tensors
     scratch: Path | None = None  # for a target in an object store: a directory of this process
 
     @property
@@ -105,14 +105,14 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     files = source.stored_by_rank()
     if ranks:
         files = _distribute(source, files, ranks)
-    sizes = [sum(source.fragment(*one).bytes for one in file.fragments) for file in files]
-    needed = sum(sizes) + sum(source.object_bytes(key) for key in source.objects)
+    tensor_bytes = sum(source.fragment(*one).bytes for file in files for one in file.fragments)
+    needed = tensor_bytes + sum(source.object_bytes(key) for key in source.objects)
     needed += sum(source.stream_bytes(key) for key in source.streams)
     if is_object(target):
         refuse_object_target(target, needed, [*source.other_files, *source.other_directories])
     else:
         refuse_target(target, needed, makes_parents=True)
-    return Plan(source, target, format, files, sizes)
+    return Plan(source, target, format, files, tensor_bytes)
 
 
 def _refuse_source_at(work_directory: Path, target: Path, source: Path) -> None:

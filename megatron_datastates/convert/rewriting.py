@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -239,31 +239,26 @@ class _DcpFiles(Rewriting):
         wanted, name = {*kept.fragments, *((key, None) for key in kept.objects)}, self.new_name(number)
         written: Written = []
         directory = self._source.directory
-        with (
-            open_regular(directory / self.names[number]) as old,
-            (directory / name).open("xb", buffering=0) as new,
-        ):
-            at = 0
+        with open_regular(directory / self.names[number]) as old, (directory / name).open("xb") as new:
             for record, key, n in self._places[number]:
                 if (key, n) in wanted:
-                    self._copy(old.fileno(), record, new.fileno(), at)
-                    written.append((key, n, Record(name, at, record.bytes)))
-                    at += record.bytes
+                    written.append((key, n, Record(name, new.tell(), record.bytes)))
+                    self._copy(old, record, new)
+            new.flush()
             os.fsync(new.fileno())
         return written
 
-    def _copy(self, old: int, record: Record, new: int, at: int) -> None:
+    def _copy(self, old: BinaryIO, record: Record, new: BinaryIO) -> None:
+        old.seek(record.offset)
         for begin in range(0, record.bytes, _COPIED_BYTES):
             size = min(_COPIED_BYTES, record.bytes - begin)
-            data = os.pread(old, size, record.offset + begin)
+            data = old.read(size)
             if len(data) != size:
                 raise StorageError(
                     f"{self._source.directory / record.file} is truncated: it has fewer than "
                     f"{record.offset + record.bytes} bytes"
                 )
-            view = memoryview(data)
-            while view:
-                view = view[os.pwrite(new, view, at + begin + size - len(view)) :]
+            new.write(data)
             self._progress(size)
 
     def publish(self, written: Mapping[int, Written], same: Collection[int], faults: Faults) -> None:

@@ -116,7 +116,7 @@ def _convert(
         team=team,
     )
     found = plan.source
-    counts = (len(plan.files), len(found.tensors), len(found.objects), sum(plan.file_bytes))
+    counts = (len(plan.files), len(found.tensors), len(found.objects), plan.bytes)
     seconds = round(time.monotonic() - begin, 3)
     note = "; ".join(filter(None, (found.left_out, found.doubt, _without_sums(source))))
     return ConversionResult(str(source), str(target), plan.format, *counts, seconds, note=note)

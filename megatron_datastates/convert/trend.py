@@ -55,7 +55,8 @@ class Step:
     """One checkpoint of a run. `tensors` is None once it is skipped."""
 
     path: Path
-    tensors: Tensors | None
+    source: Source | None = None  # None if it cannot be opened
+    tensors: Tensors | None = None  # of the source, perhaps by parameter
     skipped: str = ""  # why
 
     @property
@@ -63,10 +64,9 @@ class Step:
         """Returns its iteration; None for `release`."""
         return iteration_in_name(self.path.name)
 
-    def skip(self, error: Exception | str) -> None:
+    def skip(self, error: Exception) -> None:
         """Leaves this checkpoint out."""
-        self.tensors = None
-        self.skipped = error if isinstance(error, str) else describe_error(error)
+        self.tensors, self.skipped = None, describe_error(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,31 +113,27 @@ def open_run(run: Path) -> list[Step]:
     """
     if not is_run(run):
         raise NotACheckpointError(why_no_run(run))
-    found = [_open(path) for path in checkpoint_directories(run)]
-    steps = [step for step, _ in found]
-    opened = [(step, source) for step, source in found if source is not None]
+    steps = [_open(path) for path in checkpoint_directories(run)]
+    opened = [step.tensors for step in steps if step.tensors is not None]
     if not opened:
         why = "; ".join(f"{step.path.name}: {step.skipped}" for step in steps[-1:])
         raise NotACheckpointError(f"no checkpoint of {run} can be read: {why or 'it has none'}")
-    if not same_keys([step.tensors for step, _ in opened if step.tensors is not None]):
-        for step, source in opened:
-            step.tensors = source
+    if not same_keys(opened):
+        for step in steps:
+            step.tensors = step.source
     return steps
 
 
-def _open(path: Path) -> tuple[Step, Source | None]:
-    look, step = look_at(path), Step(path, None)
+def _open(path: Path) -> Step:
+    look = look_at(path)
     if look.state != COMPLETE:
-        step.skip(f"{look.state}: {look.problem}")
-        return step, None
+        return Step(path, skipped=f"{look.state}: {look.problem}")
     try:
         source = open_source(path)
         source.note_files()
-        step.tensors = view(source)
-        return step, source
+        return Step(path, source, view(source))
     except (DataStatesError, OSError) as error:
-        step.skip(error)
-        return step, None
+        return Step(path, skipped=describe_error(error))
 
 
 def select(steps: list[Step], patterns: Sequence[str], where: str) -> Selection:

@@ -80,30 +80,6 @@ def paired_spans(
     )
 
 
-class Spans(NamedTuple):
-    """The source bytes of one fragment: spans of equal size, stored one after another.
-
-    Each span is `rows` of `row_bytes`; consecutive rows start `row_step` bytes apart in memory.
-    """
-
-    starts: Offsets  # where each span begins, in bytes from the first element
-    rows: int
-    row_bytes: int
-    row_step: int
-
-
-def strided_spans(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Spans:
-    """Decomposes a strided tensor into the fewest spans that store it in row-major order.
-
-    Args:
-        shape: elements per dimension.
-        strides: elements per step; none is negative.
-        item_bytes: bytes per element.
-    """
-    spans = paired_spans(shape, strides, contiguous_strides(shape), item_bytes)
-    return Spans(spans.a_starts, spans.rows, spans.row_bytes, spans.a_step)
-
-
 def cut_box(offset: Sequence[int], shape: Sequence[int], most_elements: int) -> Iterator[Box]:
     """Yields boxes of at most `most_elements` (at least one) that tile a box, in row-major order.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.tables import Words
-from megatron_datastates.plan.boxes import Spans
+from megatron_datastates.plan.boxes import PairedSpans
 from megatron_datastates.plan.layout import Layout
 
 
@@ -51,33 +51,31 @@ class CopyPlan:
 
 
 def plan_copies(
-    layout: Layout, spans: Sequence[Spans], eager: Sequence[bool], devices: Sequence[int | None]
+    layout: Layout, spans: Sequence[PairedSpans], eager: Sequence[bool], devices: Sequence[int | None]
 ) -> CopyPlan:
     """Plans the copies of the fragments that `layout` places.
 
     Args:
-        spans: of each fragment, relative to its address.
+        spans: of each fragment: `a` is its memory, `b` its place in the file.
         eager: whether each fragment is copied before the trainer continues.
         devices: the CUDA device of each fragment; None for host memory.
     """
     order = [spans[i] for i in layout.order]
-    counts = np.array([1, *(len(of_one.starts) for of_one in order)])
-    first = np.cumsum(counts) - counts
+    counts = np.array([1, *(len(of_one.a_starts) for of_one in order)])
+    header_start = np.zeros(1, np.uint64)
 
     def each(header: int, values: Sequence[int] | Words) -> Words:
         return np.repeat(np.concatenate([[header], np.asarray(values, np.uint64)]).astype(np.uint64), counts)
 
-    sizes = each(HEADER_BYTES, [of_one.rows * of_one.row_bytes for of_one in order])
-    # A span's number in its fragment.
-    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)
     origin = np.repeat(np.array([0, *(i + 1 for i in layout.order)], np.intp), counts)
     return CopyPlan(
         origin=origin,
-        starts=np.concatenate([np.zeros(1, np.uint64), *(np.array(r.starts, np.uint64) for r in order)]),
-        offsets=each(0, layout.offsets) + place * sizes,
-        bytes=sizes,
+        starts=np.concatenate([header_start, *(of_one.a_starts for of_one in order)]),
+        offsets=each(0, layout.offsets)
+        + np.concatenate([header_start, *(of_one.b_starts for of_one in order)]),
+        bytes=each(HEADER_BYTES, [of_one.rows * of_one.row_bytes for of_one in order]),
         row_bytes=each(HEADER_BYTES, [of_one.row_bytes for of_one in order]),
-        row_steps=each(HEADER_BYTES, [of_one.row_step for of_one in order]),
+        row_steps=each(HEADER_BYTES, [of_one.a_step for of_one in order]),
         eager=np.array([False, *eager], np.bool_)[origin],
         on_device=np.array([False, *(device is not None for device in devices)], np.bool_)[origin],
         devices=tuple(sorted({device for device in devices if device is not None})),

@@ -8,10 +8,8 @@ import functools
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,11 +18,11 @@ from megatron_datastates.errors import RanksDifferError, SaveFailedError, descri
 from megatron_datastates.pipeline.saver_pool import close_all
 from megatron_datastates.preflight import storage
 from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
+from megatron_datastates.preflight.ranks import Ranks
 from megatron_datastates.preflight.software import software
-from megatron_datastates.preflight.trial import State, Trial, save_and_load
+from megatron_datastates.preflight.trial import KEPT, State, Trial, save_and_load
 from megatron_datastates.units import size_text
 
-_KEPT = 2  # checkpoints that a trial has on storage at once, at most
 _MARGIN = 1.1
 
 
@@ -44,40 +42,6 @@ class Result:
     @property
     def is_good(self) -> bool:
         return all(check.verdict is not Verdict.FAILED for check in self.checks)
-
-
-class Ranks:
-    """The ranks of a job of torchrun, or this process alone."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-            torch.cuda.set_device(local)
-            self.device = torch.device("cuda", local)
-        if self.size > 1:
-            # As Megatron does; without a GPU, the default of torch.
-            torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else None)
-        self.nodes = [str(node) for node in self.gathered(socket.gethostname())]
-
-    def gathered(self, value: Any) -> list[Any]:
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value)
-        return found
-
-    def close(self) -> None:
-        """Waits for the other ranks, and leaves them.
-
-        torchrun ends all ranks as soon as one has ended with an exit code of 1: none may before rank 0 has
-        printed, and removed what was written.
-        """
-        if self.size > 1:
-            with contextlib.suppress(RuntimeError):  # another rank has ended: here, all is done
-                self.gathered(None)
-            torch.distributed.destroy_process_group()
 
 
 def preflight(
@@ -106,7 +70,7 @@ def preflight(
             return result
         show(f"looking at {directory}")
         token = folder.name
-        needed = int(size * ranks.size * min(_KEPT, saves) * _MARGIN)
+        needed = int(size * ranks.size * min(KEPT, saves) * _MARGIN)
         room = tried("file system", functools.partial(storage.file_system, directory, needed))
         if not add([room, *storage.calls(folder, ranks.rank, token)]):
             return result
@@ -131,21 +95,8 @@ def preflight(
 
 
 def _try_out(ranks: Ranks, state: State, folder: Path, saves: int, result: Result) -> None:
-    def clean(number: int) -> None:
-        """Removes the checkpoint before the last one."""
-        if ranks.rank == 0 and number >= _KEPT:
-            shutil.rmtree(folder / f"save-{number - _KEPT}", ignore_errors=True)
-
     try:
-        result.trial = save_and_load(
-            state,
-            folder,
-            saves,
-            (ranks.rank + (local_ranks() if len(set(ranks.nodes)) > 1 else 1)) % ranks.size,
-            largest=lambda value: max(ranks.gathered(value)),
-            total=lambda value: sum(ranks.gathered(value)),
-            before=clean,
-        )
+        result.trial = save_and_load(ranks, state, folder, saves)
     except (RanksDifferError, SaveFailedError) as error:  # the same on all ranks
         result.checks.append(failed("save", describe_error(error)))
     else:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_datastates.api import async_save, fence, load
+from megatron_datastates.engine.memory import local_ranks
 from megatron_datastates.errors import DataStatesError, describe_error
+from megatron_datastates.preflight.ranks import Ranks
 
 _TENSOR_BYTES = 64 << 20
 _SMALL_ELEMENTS, _SMALL_TENSORS = 1000, 100  # as biases and norms
 _POLL_SECONDS = 0.02
+KEPT = 2  # checkpoints that are on storage at once, at most
 _UNREPORTED: dict[str, Any] = {"report_file": ""}  # that of the environment is for the reports of runs
 _MIXING = -7046029254386353131  # an odd number whose bits are mixed: 2**64 divided by the golden ratio
 
@@ -96,52 +99,39 @@ class State:
         return torch.arange(elements, dtype=torch.int64, device=self._device).add_(first).mul_(_MIXING)
 
 
-def save_and_load(
-    state: State,
-    folder: Path,
-    saves: int,
-    other: int,
-    *,
-    largest: Callable[[float], float],
-    total: Callable[[int], int],
-    before: Callable[[int], None],
-) -> Trial:
-    """Saves some times, loads from the last checkpoint, and compares. Every rank calls it.
-
-    Args:
-        other: the rank whose tensors this one loads.
-        largest, total: over all ranks, of a value of each.
-        before: called with the number of each save before it.
+def save_and_load(ranks: Ranks, state: State, folder: Path, saves: int) -> Trial:
+    """Saves some times, loads what another rank has saved last, and compares. Every rank calls it.
 
     Raises:
         SaveFailedError: a save failed, on all ranks alike.
     """
     start_ms, durable_s = [], []
-    stored = total(sum(tensor.nbytes for tensor in state.tensors.values()))
+    stored = sum(ranks.gathered(sum(tensor.nbytes for tensor in state.tensors.values())))
     for number in range(saves):
         fence()
-        before(number)
+        if ranks.rank == 0 and number >= KEPT:
+            shutil.rmtree(folder / f"save-{number - KEPT}", ignore_errors=True)
         state.fill(number)
         if state.tensors and next(iter(state.tensors.values())).is_cuda:
             torch.cuda.synchronize()
-        largest(0.0)  # all ranks begin together
+        ranks.gathered(None)  # all begin together
         begin = time.perf_counter()
         handle = async_save(state.tensors, folder / f"save-{number}", lazy=True, **_UNREPORTED)
-        start_ms.append(largest(1000 * (time.perf_counter() - begin)))
+        start_ms.append(ranks.largest(1000 * (time.perf_counter() - begin)))
         while not handle.done():
             time.sleep(_POLL_SECONDS)
         report = handle.wait()
-        durable_s.append(largest(report["durable_ms"] / 1000))
+        durable_s.append(ranks.largest(report["durable_ms"] / 1000))
     fence()
-    state.become(other)
+    state.become((ranks.rank + (local_ranks() if len(set(ranks.nodes)) > 1 else 1)) % ranks.size)
     state.clear()
-    largest(0.0)
+    ranks.gathered(None)
     begin, fault = time.perf_counter(), None
     try:
         load(folder / f"save-{saves - 1}", into=state.tensors, **_UNREPORTED)
     except (DataStatesError, OSError, RuntimeError) as error:  # of this rank alone: the others wait for it
         fault = describe_error(error)
-    load_s = largest(time.perf_counter() - begin)
+    load_s = ranks.largest(time.perf_counter() - begin)
     if fault is None and (wrong := state.wrong(saves - 1)):
         count = f"{len(wrong)} tensors have" if len(wrong) > 1 else "1 tensor has"
         fault = f"{count} other bytes than were saved, first {wrong[0]!r}"

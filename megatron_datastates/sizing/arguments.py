@@ -76,29 +76,28 @@ class Arguments:
                     f"--{flag}: `datastates plan` has no formula for models with it; {BY_PARAMETERS}"
                 )
 
+    def _get(self, flag: str) -> str | None:
+        self._asked.add(flag)
+        return self._values.get(flag)
+
     def has(self, flag: str) -> bool:
         """Returns whether a flag is set, and not to a word for off."""
-        self._asked.add(flag)
-        return flag in self._values and (self._values[flag] or "").lower() not in _OFF
+        return not self.is_off(flag) and flag in self._values
 
     def is_off(self, flag: str) -> bool:
         """Returns whether a flag is there with a word for off."""
-        self._asked.add(flag)
-        return (self._values.get(flag) or "").lower() in _OFF
+        return (self._get(flag) or "").lower() in _OFF
 
     def lacks(self, flag: str) -> bool:
         """Returns whether a flag is missing, or its value."""
-        self._asked.add(flag)
-        return self._values.get(flag) is None
+        return self._get(flag) is None
 
     def text(self, flag: str, default: str) -> str:
-        self._asked.add(flag)
-        return self._values.get(flag) or default
+        return self._get(flag) or default
 
     def number(self, flag: str, default: int | None = None) -> int:
         """Returns the number after a flag. Raises OptionError if it is missing, or no number above 0."""
-        self._asked.add(flag)
-        text = self._values.get(flag)
+        text = self._get(flag)
         if text is None and flag not in self._values and default is not None:
             return default
         is_long = text is not None and len(text) > _MOST_DIGITS

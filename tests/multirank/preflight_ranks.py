@@ -10,13 +10,14 @@ import torch.distributed as dist
 from saving_rank import report
 
 from megatron_datastates.preflight import run, storage
+from megatron_datastates.preflight.ranks import Ranks
 
 
 def preflight(nodes: list[str], folder: str) -> None:
     """The directory is `run`, below the working directory, which ranks on one node share."""
     storage._SECONDS = 1.0
     torch.cuda.is_available = lambda: False  # the stand-ins for Megatron on a CPU pretend that there is a GPU
-    ranks = run.Ranks()
+    ranks = Ranks()
     assert dist.get_backend() == "undefined", "that of a program that has named none"
     os.environ["LOCAL_RANK"] = "0"
     os.chdir(nodes[ranks.rank])
@@ -36,7 +37,7 @@ def preflight_where_a_rank_differs(node: str, folder: str) -> None:
 def close(where: str, folder: str) -> None:
     """Rank 0 takes a while to print."""
     torch.cuda.is_available = lambda: False
-    ranks = run.Ranks()
+    ranks = Ranks()
     printed = Path(where, "printed")
     if ranks.rank == 0:
         time.sleep(1.0)

@@ -18,7 +18,6 @@ from megatron_datastates.plan.boxes import (
     hold_all,
     intersect,
     paired_spans,
-    strided_spans,
 )
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=4)
@@ -160,13 +159,15 @@ def strided(draw):
 
 @given(strided())
 def test_rows_of_strided_spans_are_the_view_in_row_major_order(view):
-    spans = strided_spans(view.shape, element_strides(view), 4)
+    spans = paired_spans(view.shape, element_strides(view), contiguous_strides(view.shape), 4)
     memory, stored = flat_bytes(view) if view.size else np.zeros(0, np.uint8), [np.zeros(0, np.uint8)]
-    for start in spans.starts:
+    for start in spans.a_starts:
         for row in range(spans.rows):
-            at = int(start) + row * spans.row_step
+            at = int(start) + row * spans.a_step
             stored.append(memory[at : at + spans.row_bytes])
     assert np.concatenate(stored).tobytes() == view.tobytes()
+    each = spans.rows * spans.row_bytes
+    assert spans.b_starts.tolist() == [n * each for n in range(len(spans.a_starts))], "one after another"
 
 
 @given(st.lists(st.integers(1, 6), max_size=5))

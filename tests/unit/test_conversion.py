@@ -22,6 +22,7 @@ from megatron_datastates.convert.job import no_progress
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks import datastates
+from megatron_datastates.convert.sinks.sink import stream_fragments
 from megatron_datastates.convert.sources import archives
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
@@ -32,7 +33,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.manifest import DROPPED
-from megatron_datastates.format.values import MANIFEST_NAME, OPTIMIZER_MAP_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, OPTIMIZER_MAP_NAME, element_bytes
 from megatron_datastates.pipeline.publishing.presence import other_file_entry
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -56,6 +57,18 @@ def test_a_checkpoint_of_dcp_is_read_bit_for_bit(by_dcp: Path) -> None:
         assert (read.dtype, read.shape, bits(read)) == (tensor.dtype, tensor.shape, bits(tensor)), key
     part = source.read_tensor("transposed", (1, 7, 3), (2, 50, 30))
     assert bits(part) == bits(state["transposed"][1:3, 7:57, 3:33])
+
+
+def test_fragments_are_cut_between_elements(tmp_path: Path) -> None:
+    dtypes = [torch.int8, torch.complex128, torch.bfloat16, torch.int8, torch.float64, torch.float32]
+    tensors = {str(n): random_tensor(dtype, (5 + n,), n) for n, dtype in enumerate(dtypes)}
+    save_with_dcp(tmp_path / "dcp", tensors | {"none": torch.empty(0)})
+    source, found = open_source(tmp_path / "dcp"), dict.fromkeys([*tensors, "none"], b"")
+    for part, data in stream_fragments(source, [(key, 0) for key in found], np.empty(64, np.uint8)):
+        item = element_bytes(source.tensors[part.key].dtype)
+        assert part.begin == len(found[part.key]) and part.begin % item == part.size % item == 0
+        found[part.key] += data.tobytes()
+    assert found == {key: bits(tensor) for key, tensor in tensors.items()} | {"none": b""}
 
 
 def test_conjugated_views_of_dcp_are_converted_to_their_values(tmp_path: Path) -> None:

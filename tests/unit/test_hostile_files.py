@@ -21,8 +21,8 @@ from click.testing import CliRunner
 import megatron_datastates as ds
 from megatron_datastates.cli.main import app
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
+from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 from megatron_datastates.engine.reader import read_footer, read_header, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, StorageError, printable
 from megatron_datastates.files import (
@@ -278,20 +278,13 @@ def test_no_control_character_reaches_a_terminal(odd_keys: Path, command: tuple[
     assert shown and all(c.isprintable() or c == "\n" for c in shown), shown
 
 
-def legacy_source(directory: Path) -> Source:
-    pytest.importorskip("zarr")  # which the lowest numpy does not allow
-    from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
-
-    return LegacyZarrSource(directory)
-
-
 @IN_PLACE
 def test_other_files_of_an_array_are_not_opened(tmp_path: Path, put) -> None:
     legacy_zarr.write_array(tmp_path / "c" / "w", torch.ones(2), (2,))
     for name in (".zattrs", "zarr.json", ".zgroup", ".zmetadata"):
         (tmp_path / "c" / "w" / name).write_text("{}")
         put(tmp_path / "c" / "w" / name)
-    assert legacy_source(tmp_path / "c").read_tensor("w").tolist() == [1, 1]
+    assert LegacyZarrSource(tmp_path / "c").read_tensor("w").tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -307,4 +300,4 @@ def test_an_array_of_an_impossible_shape_is_refused(tmp_path: Path, changes) -> 
     document = tmp_path / "c" / "w" / ".zarray"
     document.write_text(json.dumps(json.loads(document.read_text()) | changes))
     with pytest.raises(FormatError, match="is impossible"):
-        _ = legacy_source(tmp_path / "c").tensors["w"].offsets
+        _ = LegacyZarrSource(tmp_path / "c").tensors["w"].offsets

@@ -39,8 +39,8 @@ class Source:
 def copied(source: Source) -> bytes:
     """Returns what the engine would copy: all rows, one after another."""
     spans = source.spans
-    starts = [source.address + int(start) for start in spans.starts]
-    pieces = [start + i * spans.row_step for start in starts for i in range(spans.rows)]
+    starts = [source.address + int(start) for start in spans.a_starts]
+    pieces = [start + i * spans.a_step for start in starts for i in range(spans.rows)]
     stored = b"".join(ctypes.string_at(address, spans.row_bytes) for address in pieces)
     assert len(stored) == source.fragment.bytes
     return stored
@@ -129,7 +129,7 @@ def test_every_tensor_is_read_in_place(tensor, mutability):
 def test_strided_tensors_are_few_spans(name, spans):
     """The expected values are: spans, rows per span, bytes per row."""
     found = Source("w", VIEWS[name], LAZY).spans
-    assert (len(found.starts), found.rows, found.row_bytes) == spans
+    assert (len(found.a_starts), found.rows, found.row_bytes) == spans
 
 
 def test_a_conjugated_view_is_stored_with_its_values():

@@ -22,7 +22,7 @@ from megatron_datastates.convert.hf.config_json import config_json
 from megatron_datastates.convert.hf.families import Family, family_of
 from megatron_datastates.convert.hf.tensors import EMBEDDING, EXPERTS, LAYERS, Place, Rows, entries
 from megatron_datastates.convert.parts import is_weight
-from megatron_datastates.convert.sinks.safetensors import Exported, ReadBox
+from megatron_datastates.convert.sinks.safetensors import Box, Exportable, Exported, ReadBox
 from megatron_datastates.convert.sinks.safetensors import export as write_files
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.stored_arguments import training_arguments
@@ -37,7 +37,7 @@ from megatron_datastates.files import open_regular
 from megatron_datastates.format.directory import is_through_dcp
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.dtypes import torch_dtype
-from megatron_datastates.plan.boxes import cut_box, slices_of
+from megatron_datastates.plan.boxes import slices_of
 
 CONFIG_NAME = "config.json"
 # What tokenizers save; other files of a model's folder, such as its weights, are not copied.
@@ -48,35 +48,20 @@ TOKENIZER_FILES = (
 _MOST_NAMED = 3
 _MOST_KEPT = 4  # the files hold what is made of one tensor close together: names are in order
 
-Box = tuple[str, tuple[int, ...], tuple[int, ...]]  # key, offset, shape
-
 
 @dataclasses.dataclass(frozen=True)
-class HuggingFaceTensor:
-    """A tensor of Hugging Face's, and the boxes of stored tensors that its rows lie in. See Exportable."""
+class HuggingFaceTensor(Exportable):
+    """A tensor of Hugging Face's, which `dtype` and `shape` are of. The boxes hold its rows."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]  # after each other, they are the tensor, or what it is the transpose of
-    transposed: bool = False
+    transposed: bool = False  # the boxes are what it is the transpose of
     zero_centered: bool = False  # 1 is to be added
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * element_bytes(self.dtype)
 
     def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
         # A block exists at most three times: as it is stored, transposed, and converted. Half of the memory
         # is for layers, see _Layers.
         most = max(memory_bytes // 24, 1)
-        for data in self._transposed(read, most) if self.transposed else self._in_order(read, most):
+        for data in self._transposed(read, most) if self.transposed else self.stored_blocks(read, most):
             yield self._converted(data)
-
-    def _in_order(self, read: ReadBox, most: int) -> Iterator[torch.Tensor]:
-        for key, offset, shape in self.boxes:
-            for at, lengths in cut_box(offset, shape, most):
-                yield read(key, at, lengths)
 
     def _transposed(self, read: ReadBox, most: int) -> Iterator[torch.Tensor]:
         """Yields rows of the transpose, which are columns of what is stored."""
@@ -185,7 +170,7 @@ class _Finder:
     def tensors(self, place: Place, made: list[Rows], dtype: str) -> Iterator[HuggingFaceTensor]:
         """Yields the tensors that a place's rows make. Raises FormatError."""
         for rows in made:
-            boxes = tuple(box for run in rows.runs for box in self._boxes(place, *run))
+            boxes = tuple(self._box(place, *run) for run in rows.runs)
             count = sum(length for _, length in rows.runs)
             shape = (count, *place.shape[1:])
             kept = self._source.tensors[boxes[0][0]].dtype
@@ -200,7 +185,7 @@ class _Finder:
                 place.zero_centered,
             )
 
-    def _boxes(self, place: Place, first: int, count: int) -> Iterator[Box]:
+    def _box(self, place: Place, first: int, count: int) -> Box:
         key, before = self._find(place)
         self._used.add(key)
         rows, others = place.shape[0], place.shape[1:]
@@ -212,7 +197,7 @@ class _Finder:
         self._require_shape(key, (*(size for _, size in before), rows, *others), place)
         offset = tuple(n for n, _ in before)
         zeros = (0,) * len(others)
-        yield key, (*offset, first, *zeros), (*(1 for _ in before), count, *others)
+        return key, (*offset, first, *zeros), (*(1 for _ in before), count, *others)
 
     def _find(self, place: Place) -> tuple[str, list[tuple[int, int]]]:
         """Returns the key of a place's tensor, and (number, count) for each axis before its own."""

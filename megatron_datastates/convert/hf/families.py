@@ -39,13 +39,11 @@ class Family:
         }
 
 
+_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True}
+
+
 def _llama_like(a: Arguments) -> dict[str, Any]:
-    return {
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "swiglu": True,
-        **rope_needs(a),
-    }
+    return {**_LLAMA, **rope_needs(a)}
 
 
 def _common_config(a: Arguments) -> Config:
@@ -75,10 +73,8 @@ def _read_common(config: Config) -> dict[str, Any]:
         "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
         "max_position_embeddings": config["max_position_embeddings"],
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "normalization": "RMSNorm",
         "norm_epsilon": config["rms_norm_eps"],
-        "position_embedding_type": "rope",
-        "swiglu": True,
+        **_LLAMA,
         **read_rope(config),
     }
 

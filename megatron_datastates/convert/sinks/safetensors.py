@@ -16,11 +16,11 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 
-from megatron_datastates.convert.parts import Choice, Part, choose_parts, is_weight
+from megatron_datastates.convert.parts import Choice, choose_parts, is_weight
 from megatron_datastates.convert.sinks.target import publish_on_exit, refuse_target
 from megatron_datastates.convert.sources.source import Source, SourceTensor
 from megatron_datastates.errors import MissingKeyError, OptionError, UnsupportedFormatError
@@ -38,43 +38,32 @@ DTYPES = {
 }  # fmt: skip
 
 
-ReadBox = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]  # takes a key, an offset and a shape
+Box = tuple[str, tuple[int, ...], tuple[int, ...]]  # key, offset, shape
+ReadBox = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]  # takes those of a box
 
 
-class Exportable(Protocol):
-    """One tensor to export."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...  # as torch names it
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def bytes(self) -> int: ...
-
-    def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
-        """Yields all elements in row-major order, in tensors of at most `memory_bytes`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Weight:
-    """One tensor to export as it is stored. See Exportable."""
+@dataclasses.dataclass(frozen=True)
+class Exportable:
+    """One tensor to export, and the boxes of stored tensors that it consists of."""
 
     name: str
-    key: str
-    dtype: str
+    dtype: str  # as torch names it
     shape: tuple[int, ...]
-    part: Part
+    boxes: tuple[Box, ...]  # after each other, they are the tensor
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * element_bytes(self.dtype)
 
     def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
-        most = max(memory_bytes // element_bytes(self.dtype), 1)
-        for offset, shape in cut_box(self.part.offset, self.part.shape, most):
-            yield read(self.key, offset, shape)
+        """Yields all elements in row-major order, in tensors of at most `memory_bytes`."""
+        yield from self.stored_blocks(read, memory_bytes // element_bytes(self.dtype))
+
+    def stored_blocks(self, read: ReadBox, most_elements: int) -> Iterator[torch.Tensor]:
+        """Yields all elements of the boxes, as they are stored."""
+        for key, offset, shape in self.boxes:
+            for at, lengths in cut_box(offset, shape, most_elements):
+                yield read(key, at, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +75,9 @@ class Exported:
     tensor_bytes: int
 
 
-def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: bool = False) -> list[Weight]:
+def choose_weights(
+    source: Source, patterns: Sequence[str] = (), *, stacked: bool = False
+) -> list[Exportable]:
     """Chooses the model's weights, or the tensors that the patterns match.
 
     Args:
@@ -101,7 +92,7 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
     if not keys:
         what = "tensors" if not source.tensors else "weights, only optimizer state: choose it with --keys"
         raise MissingKeyError(f"{source.directory} holds no {what}")
-    weights: dict[str, Weight] = {}
+    weights: dict[str, Exportable] = {}
     shapes = {key: source.tensors[key].global_shape for key in keys}
     for key, choice in choose_parts(shapes, patterns, str(source.directory)).items():
         tensor = source.tensors[key]
@@ -115,21 +106,23 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
                     f"{key!r} is a name that safetensors reserves: exclude the tensor with --keys"
                 )
             if weight.name in weights:
+                other = weights[weight.name].boxes[0][0]
                 raise OptionError(
-                    f"{key!r} and {weights[weight.name].key!r} would both be named {weight.name!r}: "
+                    f"{key!r} and {other!r} would both be named {weight.name!r}: "
                     "export them separately with --keys, or use --stacked"
                 )
             weights[weight.name] = weight
     return list(weights.values())
 
 
-def _weights_of(key: str, tensor: SourceTensor, choice: Choice, stacked: bool) -> Iterator[Weight]:
+def _weights_of(key: str, tensor: SourceTensor, choice: Choice, stacked: bool) -> Iterator[Exportable]:
     dtype, shape = tensor.dtype, tuple(tensor.global_shape)
     if stacked and choice.whole:
-        yield Weight(key, key, dtype, shape, Part(key, None, (0,) * len(shape), shape, False))
+        yield Exportable(key, dtype, shape, ((key, (0,) * len(shape), shape),))
         return
     for part in choice.parts:
-        yield Weight(part.name, key, dtype, part.shape[1:] if part.stacked else part.shape, part)
+        shape = part.shape[1:] if part.stacked else part.shape
+        yield Exportable(part.name, dtype, shape, ((key, part.offset, part.shape),))
 
 
 def export(

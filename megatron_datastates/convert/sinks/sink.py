@@ -21,7 +21,9 @@ import numpy.typing as npt
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.plan.layout import align_up
 
+_ELEMENT_BYTES = 16  # of the largest elements; a multiple of all others
 Bytes = npt.NDArray[np.uint8]
 Progress = Callable[[int], None]  # called with the number of bytes done since the last call; raises to stop
 
@@ -88,6 +90,9 @@ def stream_fragments(
 
     Each fragment has at least one range, if need be an empty one. The bytes are valid until the next range.
     A thread reads into one half of the window while the caller works on the other half; `close` ends it.
+
+    Args:
+        window: a multiple of 2 * _ELEMENT_BYTES.
     """
     half = len(window) // 2
     halves = itertools.cycle((window[:half], window[half : 2 * half]))
@@ -112,13 +117,14 @@ def _batches(
     source: Source, fragments: Iterable[tuple[str, int]], capacity: int
 ) -> Iterator[list[FragmentRange]]:
     """Yields ranges of consecutive fragments that fill this many bytes."""
+    assert capacity % _ELEMENT_BYTES == 0, "fragments are cut between elements"
     batch: list[FragmentRange] = []
     at = 0
     for key, number in fragments:
         begin, size = 0, source.fragment(key, number).bytes
         while True:
             batch.append(FragmentRange(key, number, begin, min(size - begin, capacity - at), at))
-            begin, at = begin + batch[-1].size, at + batch[-1].size
+            begin, at = begin + batch[-1].size, align_up(at + batch[-1].size, _ELEMENT_BYTES)
             if at == capacity:
                 yield batch
                 batch, at = [], 0

@@ -237,8 +237,6 @@ def named_as(temporary: Path, target: Path) -> Iterator[None]:
     """
 
     def renamed(value: Any) -> Any:
-        if isinstance(value, list | tuple):  # shutil's errors have lists of tuples
-            return type(value)(map(renamed, value))
         return value.replace(str(temporary), str(target)) if isinstance(value, str) else value
 
     try:
@@ -249,7 +247,7 @@ def named_as(temporary: Path, target: Path) -> Iterator[None]:
         elif isinstance(error, OSError) and isinstance(error.filename, str | Path):
             error.filename = renamed(str(error.filename))
         else:
-            error.args = renamed(error.args)
+            error.args = tuple(map(renamed, error.args))
         raise
 
 

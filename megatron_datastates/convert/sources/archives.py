@@ -11,6 +11,7 @@ import itertools
 import math
 import mmap
 import os
+import types
 import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, Protocol
@@ -44,27 +45,23 @@ class Archive:
     flipped: tuple[int, ...] = ()  # bytes of an element that hold signs of a conjugated or negated view
 
     def read_into(self, begin: int, target: Bytes) -> None:
-        """Reads bytes [begin, begin + len(target)) of the tensor in row-major order."""
-        self._read_stored(begin, target)
-        for byte in self.flipped:
-            target[(byte - begin) % element_bytes(self.dtype) :: element_bytes(self.dtype)] ^= 0x80
-
-    def _read_stored(self, begin: int, target: Bytes) -> None:
+        """Reads bytes [begin, begin + len(target)) of the tensor, whole elements in row-major order."""
         item = element_bytes(self.dtype)
         if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
             read_exactly(self.file, self.data_offset + begin, target, self.where)
-            return
-        first, last = begin // item, -(-(begin + len(target)) // item)
-        with self._mapped() as memory:
-            flat = _elements(self._view(memory), first, last)
-        target[:] = flat.view(np.uint8)[begin - first * item :][: len(target)]
+        else:
+            with self._mapped() as memory:
+                found = _elements(self._view(memory), begin // item, (begin + len(target)) // item)
+            target[:] = found.view(np.uint8)
+        self._flip(target.view(f"V{item}"))
 
     def read_box(self, begin: Sequence[int], target: np.ndarray) -> None:
         """Reads the box at element `begin` into `target`, which has the box's shape and void elements."""
         if self.strides != contiguous_strides(self.shape) or not _is_contiguous(target.shape, self.shape):
             box = tuple(slice(b, b + n) for b, n in zip(begin, target.shape, strict=True))
             with self._mapped() as memory:
-                target[...] = self._flip(self._view(memory)[box])
+                target[...] = self._view(memory)[box]
+            self._flip(target)
             return
         data = target if target.flags.c_contiguous else np.empty_like(target, order="C")
         at = sum(b * stride for b, stride in zip(begin, self.strides, strict=True)) * target.itemsize
@@ -72,14 +69,10 @@ class Archive:
         if data is not target:
             target[...] = data
 
-    def _flip(self, elements: np.ndarray) -> np.ndarray:
-        """Returns elements with the signs of the values; themselves if those are stored."""
-        if not self.flipped:
-            return elements
-        values = elements.copy()
+    def _flip(self, elements: np.ndarray) -> None:
+        """Changes signs of what is stored to those of the values."""
         for byte in self.flipped:
-            values.reshape(-1).view(np.uint8)[byte :: element_bytes(self.dtype)] ^= 0x80
-        return values
+            elements[..., None].view(np.uint8)[..., byte] ^= np.uint8(0x80)
 
     def _mapped(self) -> mmap.mmap:
         """Maps the file: pages of a mapping, unlike a buffer, can be dropped by the system."""
@@ -189,12 +182,13 @@ class Appendable(Protocol):
 
     def flush(self) -> None: ...
 
-    def tell(self) -> int: ...
-
 
 def write_archive(file: Appendable, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
     """Appends the archive that torch.save would write of a contiguous tensor, whose bytes come in order."""
-    with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
+    # In what cannot tell or seek, offsets count from the archive's start, and checksums follow the data, as
+    # torch.save writes them, too.
+    appended = types.SimpleNamespace(write=file.write, flush=file.flush)
+    with zipfile.ZipFile(appended, "w") as archive:
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_tensor_record(dtype, shape))
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
         entry = zipfile.ZipInfo("archive/data/0")
@@ -203,17 +197,3 @@ def write_archive(file: Appendable, dtype: str, shape: Sequence[int], data: Iter
             for part in data:
                 stream.write(part.data)
         archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
-
-
-class _Appended:
-    """The rest of a file, presented as a file: offsets in an archive count from its start.
-
-    It cannot seek, so checksums follow the data, as torch.save writes them, too.
-    """
-
-    def __init__(self, file: Appendable) -> None:
-        self._file, self._begin = file, file.tell()
-        self.write, self.flush = file.write, file.flush
-
-    def tell(self) -> int:
-        return self._file.tell() - self._begin

@@ -144,41 +144,25 @@ class ByParameterSource(Source):
         return self._stored.read_tensor(key, offset, shape)
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
-        scheduled, cut = [], []
+        scheduled: list[ScheduledRead] = []
         for part in ranges:
             if part.key in self._states:
-                item = element_bytes(self._states[part.key].dtype)
-                # A window ends where it is full, perhaps within an element.
-                begin, end = -(-part.begin // item), (part.begin + part.size) // item
-                address = window.ctypes.data + part.at + begin * item - part.begin
-                scheduled += self._reads(part, begin, end, address)
-                outer = {part.begin // item, (part.begin + part.size - 1) // item} if part.size else set()
-                cut += [(part, element, item) for element in outer if not begin <= element < end]
+                scheduled += self._reads(part, window.ctypes.data + part.at)
         self._stored.checkpoint.read(scheduled)
-        for part, element, item in cut:
-            self._read_part_of_element(part, element, item, window)
         self._stored.read_ranges([part for part in ranges if part.key not in self._states], window)
 
-    def _reads(self, part: FragmentRange, begin: int, end: int, address: int) -> list[ScheduledRead]:
-        """Returns the reads of elements [begin, end) of a piece, which consist of boxes of it."""
+    def _reads(self, part: FragmentRange, address: int) -> list[ScheduledRead]:
+        """Returns the reads of a range of a piece, which consists of boxes of it."""
         state = self._states[part.key]
         offset, shape = state.offsets[part.fragment].tolist(), state.shapes[part.fragment].tolist()
         item, strides = element_bytes(state.dtype), contiguous_strides(shape)
+        begin, end = part.begin // item, (part.begin + part.size) // item
         found = []
         for within, lengths in boxes_in_range(shape, strides, begin, end):
             at = [o + w for o, w in zip(offset, within, strict=True)]
             to = address + item * (sum(w * s for w, s in zip(within, strides, strict=True)) - begin)
             found += [ScheduledRead(reads, to) for reads in state.plan(at, lengths, strides)]
         return found
-
-    def _read_part_of_element(
-        self, part: FragmentRange, element: int, item: int, window: npt.NDArray[np.uint8]
-    ) -> None:
-        whole = np.empty(item, np.uint8)
-        self._stored.checkpoint.read(self._reads(part, element, element + 1, whole.ctypes.data))
-        low, high = (max(part.begin, element * item), min(part.begin + part.size, (element + 1) * item))
-        at = part.at + low - part.begin
-        window[at : at + high - low] = whole[low - element * item : high - element * item]
 
     def read_object(self, key: str) -> bytes:
         return self._common if key == COMMON_STATE_KEY else self._stored.read_object(key)
@@ -194,26 +178,20 @@ class ByParameterSource(Source):
 
     def stored_by_rank(self) -> list[RankContents]:
         """Returns the pieces of states with the files that hold their first elements."""
-        files = [
-            RankContents(
-                [one for one in file.fragments if one[0] not in self._states.buckets],
-                [key for key in file.objects if key not in self._beside],
-                file.streams,
+        ranks = {
+            rank: RankContents(
+                [one for one in contents.fragments if one[0] not in self._states.buckets],
+                [key for key in contents.objects if key not in self._beside],
+                contents.streams,
             )
-            for file in self._stored.stored_by_rank()
-        ]
-        numbers = self._numbers_of_files()
+            for rank, contents in self._stored.contents_of_ranks().items()
+        }
+        files = self._stored.manifest.files
         for key, state in self._states.items():
             for n, (offset, shape) in enumerate(
                 zip(state.offsets.tolist(), state.shapes.tolist(), strict=True)
             ):
-                _, (file, _) = state.place(offset, shape) if math.prod(shape) else (None, (0, 0))
-                files[numbers.get(file, 0)].fragments.append((key, n))
-        return [file for file in files if not file.is_empty]
-
-    def _numbers_of_files(self) -> dict[int, int]:
-        """Returns, by number of a data file, the place of its rank among those that stored anything."""
-        held = zip(self._stored.manifest.files, self._stored.stored_by_file(), strict=True)
-        ranks = [file.rank if not one.is_empty else None for file, one in held]
-        places = {rank: n for n, rank in enumerate(sorted({rank for rank in ranks if rank is not None}))}
-        return {file: places[rank] for file, rank in enumerate(ranks) if rank is not None}
+                has_place = math.prod(shape) > 0
+                rank = files[state.place(offset, shape)[1][0]].rank if has_place else min(ranks)
+                ranks[rank].fragments.append((key, n))
+        return [contents for _, contents in sorted(ranks.items()) if not contents.is_empty]

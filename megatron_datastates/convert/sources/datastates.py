@@ -156,6 +156,10 @@ class DataStatesSource(Source):
         return contents
 
     def stored_by_rank(self) -> list[RankContents]:
+        return [contents for _, contents in sorted(self.contents_of_ranks().items())]
+
+    def contents_of_ranks(self) -> dict[int, RankContents]:
+        """Returns the contents of the files of each rank that has stored anything."""
         by_rank: dict[int, RankContents] = {}
         for file, contents in zip(self.checkpoint.manifest.files, self.stored_by_file(), strict=True):
             if not contents.is_empty:
@@ -163,4 +167,4 @@ class DataStatesSource(Source):
                 rank.fragments.extend(contents.fragments)
                 rank.objects.extend(contents.objects)
                 rank.streams.extend(contents.streams)
-        return [by_rank[rank] for rank in sorted(by_rank)]
+        return by_rank

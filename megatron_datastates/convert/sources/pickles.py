@@ -152,12 +152,6 @@ def same_items(items: Any = ()) -> Any:
     return items
 
 
-def _same_tuple(lengths: Any = ()) -> Any:
-    if not isinstance(lengths, tuple):
-        raise UnsafeObjectError("it makes a shape of something that is not accepted")
-    return lengths
-
-
 class DTypeName:
     """Substitute for a dtype of torch; its text is torch's, such as `torch.bfloat16`."""
 
@@ -208,7 +202,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("collections", "OrderedDict"): OrderedDictionary,
     ("builtins", "set"): Function(same_items),
-    ("torch", "Size"): Function(_same_tuple),
+    ("torch", "Size"): Function(same_items),
     ("torch.serialization", "_get_layout"): Function(_strided),
 }
 

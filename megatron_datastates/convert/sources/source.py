@@ -45,7 +45,10 @@ Slice = tuple[str, Sequence[int], Sequence[int]]  # key, offset, shape
 
 
 class FragmentRange(NamedTuple):
-    """Bytes [begin, begin + size) of a stored fragment in row-major order, and their place in a window."""
+    """Bytes [begin, begin + size) of a stored fragment in row-major order, and their place in a window.
+
+    They are those of whole elements.
+    """
 
     key: str
     fragment: int  # row of the tensor's offsets and shapes

@@ -13,9 +13,9 @@ and `strategies/common.py`; `strategies/tensorstore.py` read them):
 Names of objects once lacked the last number of their shape (`shard_0.1_2.pt` for `shard_0.1_2.4`). It is
 derived from the largest offset, as Megatron does.
 
-The package zarr reads the JSON documents. Chunks contain plain elements and are mapped, because zarr would
-read a whole chunk, perhaps a whole embedding, for any slice of it. They have no checksums. A chunk that is
-missing or has the wrong size is an error, which is detected before memory is allocated.
+Chunks contain plain elements, and are mapped: the package zarr, which none of this needs, would read a whole
+chunk, perhaps a whole embedding, for any slice of it. They have no checksums. A chunk that is missing or has
+the wrong size is an error, which is detected before memory is allocated.
 """
 
 from __future__ import annotations
@@ -29,19 +29,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
-from megatron_datastates.errors import (
-    FormatError,
-    StorageError,
-    UnsupportedFormatError,
-    optional_package,
-)
+from megatron_datastates.errors import FormatError, StorageError, UnsupportedFormatError
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.values import DTYPES
@@ -50,40 +44,13 @@ from megatron_datastates.plan.boxes import checked_slice, intersect, slices_of
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource, deserialize
 
-with optional_package(
-    "checkpoints of --ckpt-format zarr need the package zarr, which cannot be imported", "zarr"
-):
-    import zarr
-    from zarr.abc.buffer import Buffer, BufferPrototype
-    from zarr.abc.store import ByteRequest
-    from zarr.buffer import cpu
-    from zarr.storage import LocalStore
-
 _ARRAY_NAME = ".zarray"
 _MOST_CHUNKS_MISSING = 1 << 20  # of an incomplete array whose chunks are listed anyway
 _MOST_AXES = 32  # numpy has 64, and one more is for the bytes of an element
 _OBJECT = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt", re.ASCII)
+# Dtypes as documents spell them: looked up, as numpy ends the process for some that are hostile.
+_SPELLED = {np.dtype(name).str: name for name in DTYPES if name in np.sctypeDict} | {"bfloat16": "bfloat16"}
 _OF_ARRAY = re.compile(r"\.zarray|\d+(\.\d+)*", re.ASCII)  # its document and chunks
-# zarr has no bfloat16 and reads it as integers of the same size.
-_BFLOAT16, _BITS = b'"bfloat16"', b'"<u2"'
-
-
-class _ArrayStore(LocalStore):
-    """The document of one array, whose dtype is replaced by one that zarr knows.
-
-    No other file is there for zarr, which would wait for a pipe with the name of its attributes.
-    """
-
-    async def get(
-        self,
-        key: str,
-        prototype: BufferPrototype | None = None,
-        byte_range: ByteRequest | None = None,
-    ) -> Buffer | None:
-        if key != _ARRAY_NAME:
-            return None
-        data = await super().get(key, prototype, byte_range)
-        return data and cpu.Buffer.from_bytes(data.to_bytes().replace(_BFLOAT16, _BITS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +61,9 @@ class ZarrTensor:
     """
 
     path: Path
-    array: zarr.Array[Any]
     dtype: str
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        return self.array.chunks
+    global_shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
 
     @functools.cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -214,14 +174,10 @@ class LegacyZarrSource(Source):
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         for key, number, begin, size, at in ranges:
-            tensor = self._found(self.tensors, "tensor", key)
-            fragment = self.fragment(key, number)
-            if fragment.shape == tensor.chunk_shape:  # then only the requested bytes are read
-                (cell,) = tensor.cells(fragment.offset, fragment.shape)
-                data = tensor.chunk(cell).reshape(-1)
-            else:
-                whole = self.read_tensor(key, fragment.offset, fragment.shape)
-                data = whole.reshape(-1).view(torch.uint8).numpy()
+            tensor, fragment = self._found(self.tensors, "tensor", key), self.fragment(key, number)
+            (cell,) = tensor.cells(fragment.offset, fragment.shape)
+            # No copy but of what is padded: then only the requested bytes are read.
+            data = tensor.chunk(cell)[tuple(map(slice, fragment.shape))].reshape(-1)
             window[at : at + size] = data[begin : begin + size]
 
     def read_object(self, key: str) -> bytes:
@@ -260,21 +216,24 @@ def _open_tensor(path: Path) -> ZarrTensor:
     document = path / _ARRAY_NAME
     try:
         members = json.loads(read_regular(document, DOCUMENT_BYTES))
-        spelled, packed = members["dtype"], members.get("compressor") or members.get("filters")
-        array = zarr.open_array(_ArrayStore(path, read_only=True), mode="r", zarr_format=2)
-        dtype = "bfloat16" if spelled == "bfloat16" else array.dtype.name
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        shape, chunks = tuple(members["shape"]), tuple(members["chunks"])
+        spelled, order, version = members["dtype"], members["order"], members["zarr_format"]
+        packed = members.get("compressor") or members.get("filters")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise FormatError(f"{document} is damaged: {error}") from error
-    if members["chunks"] != list(array.chunks):  # zarr has replaced impossible ones
-        raise FormatError(f"{document} is damaged: its chunks have the impossible shape {members['chunks']}")
-    if len(array.shape) > _MOST_AXES or any(size >= 1 << 62 for size in (*array.shape, *array.chunks)):
-        raise FormatError(f"{document} is damaged: its shape {members['shape']} is impossible")
-    if packed or dtype not in DTYPES or str(spelled).startswith(">") or array.order != "C":
+    if version != 2 or not isinstance(spelled, str):
+        raise FormatError(f"{document} is damaged: it has zarr_format {version!r} and dtype {spelled!r}")
+    sizes, least = (*shape, *chunks), (*(0 for _ in shape), *(1 for _ in chunks))
+    if not len(shape) == len(chunks) <= _MOST_AXES or not all(
+        isinstance(size, int) and low <= size < 1 << 62 for size, low in zip(sizes, least, strict=True)
+    ):
+        raise FormatError(f"{document} is damaged: its shape {shape} with chunks {chunks} is impossible")
+    if packed or spelled not in _SPELLED or order != "C":
         raise UnsupportedFormatError(
-            f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {array.order}; "
+            f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {order}; "
             "expected uncompressed little-endian numbers in C order, as Megatron wrote"
         )
-    return ZarrTensor(path, array, dtype)
+    return ZarrTensor(path, _SPELLED[spelled], shape, chunks)
 
 
 def _objects_in(folder: Path) -> Iterator[tuple[str, Path]]:

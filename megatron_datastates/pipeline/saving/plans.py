@@ -19,7 +19,7 @@ from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tables import Words
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
-from megatron_datastates.plan.boxes import Spans, strided_spans
+from megatron_datastates.plan.boxes import PairedSpans, contiguous_strides, paired_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors, bad_mutability
@@ -90,10 +90,10 @@ class Structure:
         """
         return [_fragment(*one) for one in zip(self.keys, self.facts, self.places, strict=True)]
 
-    def spans(self) -> list[Spans]:
-        """Returns where the bytes of each tensor are, relative to its first element."""
+    def spans(self) -> list[PairedSpans]:
+        """Returns where the bytes of each tensor are, from its first element on; see plan_copies."""
         return [
-            strided_spans(shape, strides, dtype.itemsize)
+            paired_spans(shape, strides, contiguous_strides(shape), dtype.itemsize)
             for (dtype, shape, _), strides in zip(self.facts, self.strides, strict=True)
         ]
 
