@@ -55,14 +55,11 @@ class Room:
             self._own_run_id = save.save_id.run_id
             self._earlier = run_ids_in(save.near.parent) - {self._own_run_id}
 
-    def note_published(self) -> None:
+    def note_published(self, *, is_far: bool = False) -> None:
         """Records that a save of this job is published, wherever its files are."""
         self._has_published = True
-
-    def note_far(self) -> None:
-        """Records that a save of this job is far."""
-        self.note_published()
-        self._is_far = True
+        if is_far:
+            self._is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Notes a failed save: its files in this folder go, once another one is published.
