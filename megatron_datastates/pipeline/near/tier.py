@@ -268,10 +268,6 @@ class NearTier:
         resumed = origin.resumed if origin is not None else None
         self.drain.note_job(JobNote(run, context.save_id, begun, resumed), folders)
 
-    def finish_objects(self) -> None:
-        """Drains what is left to object stores, at the end of training."""
-        self.drain.finish_objects()
-
     def close(self) -> None:
         """Drains what is left, unless the program ends with an error: then the next job does it."""
         # In an interactive session, the last error may be a slip of hours ago.
