@@ -354,7 +354,10 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
     names = names_in(path)
     if common.name in names:
         data = read_small(common, OBJECT_BYTES)
-        _refuse_broken_archive(common, data)
+        try:
+            check_archive(data)  # of torch.save's: a zip file, whose every member has a CRC
+        except FormatError as error:
+            _refuse(path, f"{common} is damaged: {error}. Without it, Megatron cannot load the checkpoint")
         notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
         return [OtherFile.of(common.name, data)]
     if METADATA_NAME in names and "common_backend" in _metadata(path):  # Megatron wrote one
@@ -384,14 +387,6 @@ def _dcp_facts(path: Path, index: Index, save_id: SaveId, notes: list[str]) -> l
         notes.append(f"{facts} is left out, as it is damaged ({error}): for DCP, keys have no nesting")
         return []
     return [OtherFile.of(facts.name, data)]
-
-
-def _refuse_broken_archive(path: Path, data: bytes) -> None:
-    """Refuses a damaged file of torch.save's: a zip file, whose every member has a CRC."""
-    try:
-        check_archive(data)
-    except FormatError as error:
-        _refuse(path.parent, f"{path} is damaged: {error}. Without it, Megatron cannot load the checkpoint")
 
 
 def _metadata(path: Path) -> dict[str, object]:
