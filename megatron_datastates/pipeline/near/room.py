@@ -83,8 +83,9 @@ class Room:
             is_busy: returns whether a save is on its way.
             drain_now: called with a save that has to be far before another one may go.
         """
-        if self._has_published:
-            self._remove_failed()
+        while self._has_published and self._failed:
+            folder, save_id, withdraw = self._failed.pop()
+            _remove(folder, {save_id}, withdraw())
         if not kept:
             return []
         gone = []
@@ -111,11 +112,6 @@ class Room:
         """Returns whether what earlier jobs left may go once one of these saves is known to be far."""
         near = kept[-1].near if kept else None
         return near is not None and not self._is_far and any(self._left_folders(near.parent, kept))
-
-    def _remove_failed(self) -> None:
-        while self._failed:
-            folder, save_id, withdraw = self._failed.pop()
-            _remove(folder, {save_id}, withdraw())
 
     def _remove_of_others(self, kept: Sequence[NearSave]) -> None:
         """Removes what earlier jobs have left and nobody needs any more."""

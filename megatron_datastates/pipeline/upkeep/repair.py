@@ -420,14 +420,12 @@ def _with_facts_of_state(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
         source = "is the one that the directory is named after" if named else "is left out: it is not known"
         notes.append(f"the iteration {source}")
     writer = checkpoint.manifest.writer
-    if isinstance(state, dict) and "optimizer" in state and not _has_optimizer(checkpoint.index):
+    index = checkpoint.index
+    has_optimizer = any(map(is_of_optimizer, [*index.tensors, *index.objects, *index.streams]))
+    if isinstance(state, dict) and "optimizer" in state and not has_optimizer:
         writer = writer | {"optimizer": DROPPED}
         notes.append("it is without its optimizer's state, which `datastates prune` has removed")
     return msgspec.structs.replace(checkpoint.manifest, iteration=iteration, writer=writer)
-
-
-def _has_optimizer(index: Index) -> bool:
-    return any(map(is_of_optimizer, [*index.tensors, *index.objects, *index.streams]))
 
 
 def _state(checkpoint: Checkpoint) -> object:
