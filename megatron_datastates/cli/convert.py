@@ -35,12 +35,10 @@ from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from megatron_datastates.convert.planning import Plan
     from megatron_datastates.convert.run import ConversionRequest, ConversionResult, RunConversion
     from megatron_datastates.convert.sinks.sink import Progress
-    from megatron_datastates.convert.team import SharedCount, Team
+    from megatron_datastates.convert.team import Team
 
 _REFRESHED_EVERY_SECONDS = 0.2
 
@@ -164,37 +162,27 @@ class _Bars:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._bar: Bar | None = None
-        self._count: SharedCount | None = None
-        self._stopped = threading.Event()
+        self._shown = contextlib.ExitStack()  # ends what is shown
 
     def start(self, plan: Plan, stage: str) -> Progress:
         """Shows a bar for a stage in place of the last one; returns the function that advances it."""
         self.close()
-        self._count = self._team.new_count()
+        count = self._team.new_count()
         if self._team.rank == 0:
-            self._bar = progress_bar(stage)
-            self._bar.add_task("", total=plan.bytes)
-            self._bar.start()
-            self._stopped = threading.Event()
-            threading.Thread(target=self._follow, args=(self._stopped,), daemon=True).start()
-        return self._count.add
+            bar, stopped = progress_bar(stage), threading.Event()
+            task = bar.add_task("", total=plan.bytes)
+            self._shown.enter_context(bar)
+            self._shown.callback(stopped.set)
 
-    def _follow(self, stopped: threading.Event) -> None:
-        while not stopped.wait(_REFRESHED_EVERY_SECONDS):
-            self.refresh()
+            def follow() -> None:
+                while not stopped.wait(_REFRESHED_EVERY_SECONDS):
+                    bar.update(task, completed=count.total())
 
-    def refresh(self) -> None:
-        """Shows how far all ranks are."""
-        bar, count = self._bar, self._count
-        if bar is not None and count is not None:
-            bar.update(bar.tasks[0].id, completed=count.total())
+            threading.Thread(target=follow, daemon=True).start()
+        return count.add
 
     def close(self) -> None:
-        self._stopped.set()
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
+        self._shown.close()
 
 
 def _convert_one(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:

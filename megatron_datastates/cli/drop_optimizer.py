@@ -12,7 +12,6 @@ from megatron_datastates.pipeline.runs.runs import Iteration, stored_bytes
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
-    from megatron_datastates.convert.weights_only import DropPlan
     from megatron_datastates.pipeline.upkeep.retention import OtherFormats, RetentionRules
 
 _NOT_FOR_FSDP = (
@@ -80,14 +79,17 @@ class _Call:
 
     def drop(self, one: Iteration) -> None:
         """Drops the optimizer's state of one checkpoint, or says what that would free. Raises what fails."""
-        from megatron_datastates.convert.weights_only import plan_drop
+        from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
 
         before = stored_bytes(one.path)
         plan = plan_drop(one.path)
         if plan is None:
             self.keep(one, "it has no optimizer state")
             return
-        freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
+        freed = plan.dropped_bytes
+        if self._yes:
+            with advancing("rewriting", plan.written_bytes) as progress:
+                freed = drop_optimizer(plan, progress=progress)
         verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
         self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")
         if is_through_dcp(plan.source.objects):
@@ -105,12 +107,6 @@ class _Call:
         why = describe_error(error)
         note(f"{one.path}: {'' if isinstance(error, UnfinishedError) else 'not changed: '}{why}")
         self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": why})
-
-    def _carry_out(self, plan: DropPlan) -> int:
-        from megatron_datastates.convert.weights_only import drop_optimizer
-
-        with advancing("rewriting", plan.written_bytes) as progress:
-            return drop_optimizer(plan, progress=progress)
 
     def print_summary(self) -> None:
         dropped, failed = self.found["would_drop"] + self.found["dropped"], self.found["failed"]

@@ -182,15 +182,14 @@ def _print_tracker(root: Path, looks: list[Look], *, is_near: bool) -> None:
         say(f"* {TRACKER_NAME} names it")
     elif name is not None:
         say(f"{TRACKER_NAME} names {name}, which is missing: Megatron cannot resume")
+    elif has_file(root / TRACKER_NAME):  # no link to nothing
+        say(
+            f"{TRACKER_NAME} names no checkpoint: expected the number of an iteration. A run with "
+            "megatron_datastates falls back to the newest complete one, if any is a datastates checkpoint"
+        )
     else:
-        if has_file(root / TRACKER_NAME):  # no link to nothing
-            say(
-                f"{TRACKER_NAME} names no checkpoint: expected the number of an iteration. A run with "
-                "megatron_datastates falls back to the newest complete one, if any is a datastates checkpoint"
-            )
-        else:
-            unless = ", or with --datastates-near from what near tiers have" * is_near
-            say(f"There is no {TRACKER_NAME}: Megatron would start from random weights{unless}")
+        unless = ", or with --datastates-near from what near tiers have" * is_near
+        say(f"There is no {TRACKER_NAME}: Megatron would start from random weights{unless}")
 
 
 def _print_non_persistent(root: Path) -> None:

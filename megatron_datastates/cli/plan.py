@@ -264,7 +264,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
             "staging memory",
             f"{_memory(made.staging_bytes_per_rank)} a rank, "
             f"{_memory(made.staging_bytes_per_node)} a node hold all of it. The default takes it where a "
-            f"node has {_memory(_free(made))} free",
+            f"node has {_memory(math.ceil(made.staging_bytes_per_node / POOL_SHARE))} free",
         ),
     ]
 
@@ -275,10 +275,6 @@ def _sizes_text(sizes: dict[str, int]) -> str:
     if sizes["context"] > 1:
         names["CP"] = "context"
     return ", ".join(f"{short} {sizes[name]:,}" for short, name in names.items())
-
-
-def _free(made: Plan) -> int:
-    return math.ceil(made.staging_bytes_per_node / POOL_SHARE)
 
 
 def _advice(made: Plan, iteration: float | None) -> list[str]:

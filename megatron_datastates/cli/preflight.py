@@ -145,8 +145,8 @@ def _print_trial(result: Result, trial: Trial) -> None:
     say(f"{where}, {size_text(trial.bytes)} a checkpoint; medians, and the largest in parentheses:")
     rate = _rate(trial.write_rate)
     rows = [
-        ("call that saves", _times([f"{value:.1f} ms" for value in _middle(trial.start_ms)])),
-        ("until on storage", _times([f"{value:.2f} s" for value in _middle(trial.durable_s)])),
+        ("call that saves", _times(trial.start_ms, "{:.1f} ms")),
+        ("until on storage", _times(trial.durable_s, "{:.2f} s")),
         ("written at", rate),
         *([("loaded at", _rate(trial.load_rate))] if result.is_good else []),
         ("for your model", f"datastates plan ... --rate {rate.replace(' ', '')} --rate-per all"),
@@ -158,9 +158,5 @@ def _rate(rate: float) -> str:
     return f"{size_text(round(rate))}/s"
 
 
-def _middle(values: list[float]) -> tuple[float, float]:
-    return statistics.median(values), max(values)
-
-
-def _times(texts: list[str]) -> str:
-    return f"{texts[0]} ({texts[1]})"
+def _times(values: list[float], form: str) -> str:
+    return f"{form.format(statistics.median(values))} ({form.format(max(values))})"

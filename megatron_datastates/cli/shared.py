@@ -27,7 +27,6 @@ from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
     OptionError,
-    StorageError,
     describe_error,
     is_damage,
     printable,
@@ -44,37 +43,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "expert": "EP"}
 
 
-def placed(directory: str | os.PathLike[str]) -> Path:
-    """Returns the path that an argument names, in an object store (`msc://PROFILE/PATH`), too.
-
-    Ends the command with exit code 2 if it is a URL of another kind.
-    """
-    try:
-        path = path_of(directory)
-    except OptionError as error:
-        cannot(error)
-    if is_object(path):
-        # What the client logs of its attempts is not for standard error, where errors are one line.
-        logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
-    return path
-
-
-def readable(path: Path) -> Path:
-    """Checks an argument: ends the command with exit code 2 if the path is not valid UTF-8."""
-    try:
-        require_utf8(path)
-    except StorageError as error:
-        cannot(error)
-    return path
-
-
-def local(path: Path) -> Path:
-    """Checks an argument that has to be in a file system: ends the command with exit code 2 if it is not."""
-    if is_object(path):
-        cannot(OptionError(f"{path} is in an object store: expected a path in a file system"))
-    return path
-
-
 def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], Command]:
     """Declares a positional argument. Before release 8.5 of click, --help only names it."""
     if "help" in inspect.signature(click.Argument).parameters:
@@ -83,11 +51,18 @@ def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], 
 
 
 class _CheckedPath(click.Path):
-    """A path in a file system or an object store, which a function may check further."""
+    """A path in a file system or an object store (`msc://PROFILE/PATH`).
 
-    def __init__(self, check: Callable[[Path], Path] = lambda path: path) -> None:
+    Ends the command with exit code 2 if it is a URL of another kind, or not as expected.
+
+    Args:
+        is_local: it has to be in a file system.
+        is_read: it has to be valid UTF-8.
+    """
+
+    def __init__(self, *, is_local: bool = False, is_read: bool = False) -> None:
         super().__init__(path_type=Path)
-        self._check = check
+        self._is_local, self._is_read = is_local, is_read
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
@@ -95,7 +70,16 @@ class _CheckedPath(click.Path):
         super().convert(value, param, ctx)  # fails if it is there and cannot be read
         if ctx is not None and ctx.resilient_parsing:  # it is being completed
             return Path(value)
-        return self._check(placed(value))
+        with reported_errors():
+            path = path_of(value)
+            if self._is_local and is_object(path):
+                raise OptionError(f"{path} is in an object store: expected a path in a file system")
+            if self._is_read:
+                require_utf8(path)
+        if is_object(path):
+            # What the client logs of its attempts is not for standard error, where errors are one line.
+            logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
+        return path
 
 
 class Size(click.ParamType):  # type: ignore[type-arg] # generic since release 8.5 of click
@@ -119,10 +103,10 @@ class Size(click.ParamType):  # type: ignore[type-arg] # generic since release 8
 
 FORMATS = click.Choice([BACKEND, TORCH_DIST])  # that checkpoints are written in
 
-PATH = _CheckedPath(local)
+PATH = _CheckedPath(is_local=True)
 PLACED = _CheckedPath()
-READABLE = _CheckedPath(readable)
-LOCAL_READABLE = _CheckedPath(lambda path: readable(local(path)))
+READABLE = _CheckedPath(is_read=True)
+LOCAL_READABLE = _CheckedPath(is_local=True, is_read=True)
 
 _OF_A_RUN = "The directory of a run stands for the checkpoint that its tracker names."
 directory_argument = argument(

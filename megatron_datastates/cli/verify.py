@@ -94,10 +94,8 @@ def verify(
     with reported_errors():
         paths = _checkpoints(directories, every, iteration)
     (path, trouble), *others = paths
-    if trouble is not None and not others:
-        cannot(trouble)
-    if not others and not every:
-        verdict = _checked(path, quick)
+    if not others and (trouble is not None or not every):
+        verdict = trouble or _checked(path, quick)
         if isinstance(verdict, Exception):
             cannot(verdict)
         verdicts: list[Verdict | Exception] = [verdict]

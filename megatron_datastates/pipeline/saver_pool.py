@@ -132,7 +132,7 @@ def finish_objects() -> None:
     """Waits until what goes to object stores is there. Near tiers say what is not."""
     for saver in list(_savers.values()):  # other threads may make some meanwhile
         if saver.near is not None:
-            saver.near.finish_objects()
+            saver.near.drain.finish_objects()
 
 
 def close_all(kind: type[Saver] | None = None) -> None:

@@ -44,7 +44,6 @@ class Copies(msgspec.Struct, frozen=True, tag_field="event", tag="copies"):
     """The copies of other nodes' files that one rank made in its node's near tier, for one save."""
 
     save_id: str
-    state: str
     error: str | None
     started_at: Number  # seconds since 1970
     copying_ms: Number
@@ -159,7 +158,6 @@ class Load(msgspec.Struct, frozen=True, tag_field="event", tag="load", rename={"
     iteration: Whole | None
     state: str
     error: str | None
-    bytes: Whole
     total_ms: Number
     longest: Mapping[str, Longest] = {}  # by part; empty where ranks load without each other
 
@@ -168,8 +166,6 @@ class Drain(msgspec.Struct, frozen=True, tag_field="event", tag="drain"):
     """One save that was brought from the near tiers to its directory."""
 
     save_id: str
-    iteration: Whole | None
-    bytes: Whole
     near_ms: Number  # from when it was published near until it was published there
 
 

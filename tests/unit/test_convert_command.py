@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rich.progress import Progress
 
 import megatron_datastates as ds
 from megatron_datastates.cli.convert import _Bars
+from megatron_datastates.cli.shared import progress_bar
 from megatron_datastates.convert import trackers
 from megatron_datastates.convert.job import no_progress
 from megatron_datastates.convert.open import open_source
@@ -32,6 +34,7 @@ from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
 from tests.support.programs import Programs
+from tests.support.waiting import eventually
 from tests.unit.command import run
 from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
 from tests.unit.trained import save_trained
@@ -345,7 +348,15 @@ def test_a_converted_manifest_has_the_sizes_that_the_arguments_say(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_bar_counts_all_ranks(ranks: int, tmp_path: Path) -> None:
+def test_a_bar_counts_all_ranks(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Progress] = []
+
+    def noted_bar(stage: str) -> Progress:
+        shown.append(progress_bar(stage))
+        return shown[-1]
+
+    monkeypatch.setattr("megatron_datastates.cli.convert.progress_bar", noted_bar)
+    monkeypatch.setattr("megatron_datastates.cli.convert._REFRESHED_EVERY_SECONDS", 0.01)
     save_with_dcp(tmp_path / "a", {"a": torch.ones(1000), "b": torch.ones(500)})
     plan = plan_conversion(open_source(tmp_path / "a"), tmp_path / "b", ranks=2)
     store = dist.HashStore() if ranks > 1 else None
@@ -353,16 +364,14 @@ def test_a_bar_counts_all_ranks(ranks: int, tmp_path: Path) -> None:
     for rank, team in enumerate(teams):
         team.rank = rank
     bars = [_Bars(team) for team in teams]
-    for stage in (CONVERTING, VERIFYING):
+    for count, stage in enumerate((CONVERTING, VERIFYING), 1):
         starts = [each.start(plan, stage) for each in bars]
-        assert bars[0]._bar is not None
-        (task,) = bars[0]._bar.tasks
+        assert len(shown) == count  # rank 0 alone shows one
+        (task,) = shown[-1].tasks
         assert (task.total, task.completed) == (6000, 0)
         for rank, progress in enumerate(starts):
             progress(100 * (rank + 1))
-        bars[0].refresh()
-        assert task.completed == (300 if ranks > 1 else 100)
-        assert all(each._bar is None for each in bars[1:])
+        eventually(lambda task=task: task.completed == (300 if ranks > 1 else 100))
     for each in bars:
         each.close()
 

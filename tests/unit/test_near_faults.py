@@ -360,8 +360,8 @@ def test_an_interrupted_trainer_keeps_no_lock_that_the_drain_needs(monkeypatch: 
     one = drain.Drain(OPTIONS, Faults(""), lambda report: None)
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(threading.Condition, "__enter__", interrupted)
-        one.note_far()
-    other = threading.Thread(target=one.note_far, daemon=True)
+        one.note_published(is_far=False)
+    other = threading.Thread(target=lambda: one.note_published(is_far=False), daemon=True)
     other.start()
     other.join(10.0)
     assert not other.is_alive()

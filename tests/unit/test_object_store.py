@@ -480,7 +480,7 @@ def test_drains_end_before_the_interpreter_does(store: ObjectStore, tmp_path: Pa
     for iteration in (1, 2):
         save(nodes, iteration)
         for saver in nodes.ranks.savers:
-            saver.near.finish_objects()
+            saver.near.drain.finish_objects()
         check(nodes, iteration)
     nodes.close()
 
@@ -505,7 +505,7 @@ def test_what_the_end_of_training_has_given_up_goes_to_the_store_with_the_next_t
     store.fail("PUT|POST", EXPIRED)
     nodes = FarNodes(tmp_path)
     save(nodes, 1)
-    ends = [threading.Thread(target=saver.near.finish_objects) for saver in nodes.ranks.savers]
+    ends = [threading.Thread(target=saver.near.drain.finish_objects) for saver in nodes.ranks.savers]
     for end in ends:
         end.start()
     for end in ends:

@@ -164,7 +164,7 @@ def test_another_thread_makes_a_saver_while_the_end_of_training_waits(tmp_path: 
         with ThreadPoolExecutor(1) as thread:  # meanwhile, which may be minutes
             waited.append(thread.submit(part_saver_for, OPTIONS).result())
 
-    saver.near.finish_objects = finish_objects  # type: ignore[method-assign]
+    saver.near.drain.finish_objects = finish_objects  # type: ignore[method-assign]
     saver_pool.finish_objects()
     assert waited
 

@@ -301,9 +301,9 @@ def test_releases_of_click_without_help_of_arguments_will_do(monkeypatch: pytest
 
 def test_what_the_stores_client_logs_of_its_attempts_is_not_printed() -> None:
     code = (
-        "import logging, pathlib\n"
-        "from megatron_datastates.cli.shared import placed\n"
-        "placed(pathlib.Path(PATH))\n"
+        "import logging\n"
+        "from megatron_datastates.cli.shared import PLACED\n"
+        "PLACED.convert(PATH, None, None)\n"
         "logging.getLogger('multistorageclient.retry').warning('Attempt 1 failed')\n"
     )
     for path, expected in (("here", "Attempt 1 failed\n"), ("msc://store/run", "")):

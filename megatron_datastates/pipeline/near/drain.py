@@ -127,16 +127,14 @@ class Drain:
                 return
             self._thread = thread
 
-    def note_far(self) -> None:
-        """Notes that a save of this job was published in its directory, without a near tier."""
-        with self._lock:
-            self._room.note_far()
-            self._note_change()
+    def note_published(self, *, is_far: bool) -> None:
+        """Notes a published save of this job of which this process has nothing in its near tier.
 
-    def note_published(self) -> None:
-        """Notes a published save of this job of which this process has nothing in its near tier."""
+        Args:
+            is_far: it was published in its directory, without a near tier.
+        """
         with self._lock:
-            self._room.note_published()
+            self._room.note_published(is_far=is_far)
             self._note_change()
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
@@ -283,12 +281,12 @@ class Drain:
                     error,
                     "" if is_given_up else "; it is tried again",
                 )
-            if is_given_up:
-                with self._lock:
+            with self._lock:
+                if is_given_up:
                     self._to_copy.remove(save)
                     self._left += [save] * is_left
-                return
-            self._rest(save.attempts)
+                elif not (self._may_evict or self._abandoned):  # else there is something else to do
+                    self._changed.wait(self._pause_seconds(save.attempts))
             return
         self._copied_to, self._failing_since = [save.far], None
         with self._lock:
@@ -370,7 +368,7 @@ class Drain:
                 self._may_evict = self._may_evict or len(self._queue.saves) < count
 
     def _note_far(self, save: NearSave) -> None:
-        self._room.note_far()
+        self._room.note_published(is_far=True)
         self._report(save.report())
 
     def _note_progress(self) -> None:
@@ -379,12 +377,6 @@ class Drain:
     def _write_new_notes(self) -> None:
         if self._notes.has_new:
             self._notes.write()
-
-    def _rest(self, attempts: int) -> None:
-        """Waits before the next attempt, unless there is something else to do."""
-        with self._lock:
-            if not (self._may_evict or self._abandoned):
-                self._changed.wait(self._pause_seconds(attempts))
 
     def _pause_seconds(self, attempts: int) -> float:
         seconds = _PAUSES[min(attempts, len(_PAUSES)) - 1]

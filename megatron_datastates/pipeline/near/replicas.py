@@ -118,10 +118,6 @@ class Copied:
     error: str = ""
 
 
-class _NoRoomError(Exception):
-    pass
-
-
 class Replicas:
     """What this rank does for copies: serves its own files, and fetches those of others.
 
@@ -185,13 +181,12 @@ class Replicas:
         failure = ""
         for file, origin in share.files:
             try:
-                self._require_room(share, folder, manifest.save_id)
+                if lack := self._lack_of_room(share, folder, manifest.save_id):
+                    copied.error = f"{folder}: {lack}"
+                    failure = copied.error if share.is_first else ""  # one rank of the node says it
+                    break
                 copied.bytes += self._copy(file, origin, folder, manifest, is_over)
                 copied.files += 1
-            except _NoRoomError as error:
-                copied.error = f"{folder}: {error}"
-                failure = copied.error if share.is_first else ""  # one rank of the node says it
-                break
             except Exception as error:
                 failure = failure or f"{file.name} of {_node(origin)}: {error}"
                 if isinstance(error, TimeoutError) and not is_over():
@@ -216,14 +211,12 @@ class Replicas:
             )
         self._is_warned = True
 
-    def _require_room(self, share: Share, folder: Path, save_id: SaveId) -> None:
-        """Raises _NoRoomError unless the node has room for all of its copies; those that are there count."""
+    def _lack_of_room(self, share: Share, folder: Path, save_id: SaveId) -> str:
+        """Returns why the node has no room for its copies, counting those there; empty if it has."""
         made = max(occupied_bytes(folder, save_id) - share.own_bytes, 0)
         free = free_bytes(folder) + made
-        if free < share.node_bytes + SPARE_BYTES:
-            raise _NoRoomError(
-                f"{free >> 20} MiB are free, {(share.node_bytes + SPARE_BYTES) >> 20} MiB are needed"
-            )
+        needed = share.node_bytes + SPARE_BYTES
+        return "" if free >= needed else f"{free >> 20} MiB are free, {needed >> 20} MiB are needed"
 
     def _copy(
         self,

@@ -55,14 +55,11 @@ class Room:
             self._own_run_id = save.save_id.run_id
             self._earlier = run_ids_in(save.near.parent) - {self._own_run_id}
 
-    def note_published(self) -> None:
+    def note_published(self, *, is_far: bool = False) -> None:
         """Records that a save of this job is published, wherever its files are."""
         self._has_published = True
-
-    def note_far(self) -> None:
-        """Records that a save of this job is far."""
-        self.note_published()
-        self._is_far = True
+        if is_far:
+            self._is_far = True
 
     def note_failed(self, near: Path, save_id: SaveId, withdraw: Callable[[], bytes]) -> None:
         """Notes a failed save: its files in this folder go, once another one is published.
@@ -86,8 +83,9 @@ class Room:
             is_busy: returns whether a save is on its way.
             drain_now: called with a save that has to be far before another one may go.
         """
-        if self._has_published:
-            self._remove_failed()
+        while self._has_published and self._failed:
+            folder, save_id, withdraw = self._failed.pop()
+            _remove(folder, {save_id}, withdraw())
         if not kept:
             return []
         gone = []
@@ -114,11 +112,6 @@ class Room:
         """Returns whether what earlier jobs left may go once one of these saves is known to be far."""
         near = kept[-1].near if kept else None
         return near is not None and not self._is_far and any(self._left_folders(near.parent, kept))
-
-    def _remove_failed(self) -> None:
-        while self._failed:
-            folder, save_id, withdraw = self._failed.pop()
-            _remove(folder, {save_id}, withdraw())
 
     def _remove_of_others(self, kept: Sequence[NearSave]) -> None:
         """Removes what earlier jobs have left and nobody needs any more."""

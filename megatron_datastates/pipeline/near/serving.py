@@ -76,13 +76,11 @@ def _master() -> str:
 
 def own_address() -> Address:
     """Returns this node's address in the network that the job's master is in. Raises OSError."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        _master(), _ANY_PORT, type=socket.SOCK_DGRAM
-    ):
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # chooses a route; sends nothing
-            return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
-    raise OSError(f"{_master()} has no address")
+    found = socket.getaddrinfo(_master(), _ANY_PORT, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = found[0]  # a name without any raises
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # chooses a route; sends nothing
+        return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
 
 
 class Server:

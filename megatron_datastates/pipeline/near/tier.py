@@ -222,7 +222,7 @@ class NearTier:
             return
         self._note_job(context, publisher.extras.origin, is_first, near is not None and near.stores)
         if near is None:
-            self.drain.note_far()
+            self.drain.note_published(is_far=True)
             return
         near.note_published()
         if is_first and (near.copied is not None or publication.ranks_without_copies):
@@ -230,7 +230,7 @@ class NearTier:
         self._published += 1
         self._ranks = max(int((publication.records.columns["node"] == self._node).sum()), 1)
         if near.small_files is None or not (near.stores or is_first):
-            self.drain.note_published()
+            self.drain.note_published(is_far=False)
             return
         assert publisher.far_published is not None  # or the save would not be near
         every = self._options.drain_every
@@ -267,10 +267,6 @@ class NearTier:
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)
         resumed = origin.resumed if origin is not None else None
         self.drain.note_job(JobNote(run, context.save_id, begun, resumed), folders)
-
-    def finish_objects(self) -> None:
-        """Drains what is left to object stores, at the end of training."""
-        self.drain.finish_objects()
 
     def close(self) -> None:
         """Drains what is left, unless the program ends with an error: then the next job does it."""

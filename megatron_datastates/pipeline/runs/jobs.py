@@ -87,8 +87,7 @@ def note_job(
     """
     jobs = jobs_in(folder)
     own = next((job for job in jobs if job.run_id == save_id.run_id), None)
-    is_last = own is not None and own == jobs[-1]
-    between = jobs[-1] if own is not None and not is_last else None
+    between = jobs[-1] if own is not None and own != jobs[-1] else None
     others = [job for job in jobs if job != own]
     merged = _merged(others, [job for job in known if job.run_id != save_id.run_id])
     if own is None or (own.resumed is None and resumed is not None):

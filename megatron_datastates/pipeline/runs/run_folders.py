@@ -157,11 +157,8 @@ def checkpoint_directories(run: Path) -> list[Path]:
         OSError: the run cannot be listed.
     """
     names = folders_in(run, is_checkpoint_name)
-    numbers = {name: iteration_in_name(name) for name in names}
-    return [
-        run / name
-        for name in sorted(names, key=lambda name: (numbers[name] or 0, name != RELEASE_NAME, name))
-    ]
+    names.sort(key=lambda name: (iteration_in_name(name) or 0, name != RELEASE_NAME, name))
+    return [run / name for name in names]
 
 
 @dataclasses.dataclass(frozen=True)

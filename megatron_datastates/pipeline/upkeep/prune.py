@@ -196,14 +196,11 @@ class _Removal:
 def _listed(path: Path) -> dict[str, Status | None]:
     """Returns the names to remove, in order; none if another call has removed the directory."""
     try:
-        return {name: status_of(path / name) for name in sorted(os.listdir(path), key=_turn)}
+        # Our files last: as long as anything is left, they show the next call that it may be removed.
+        names = sorted(os.listdir(path), key=lambda name: (is_own_file_name(name), name))
+        return {name: status_of(path / name) for name in names}
     except FileNotFoundError:
         return {}
-
-
-def _turn(name: str) -> tuple[bool, str]:
-    """Sorts our files last: as long as anything is left, they show the next call that it may be removed."""
-    return (is_own_file_name(name), name)
 
 
 def _rename(index: Path) -> bool:

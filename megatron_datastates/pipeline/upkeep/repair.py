@@ -354,7 +354,10 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
     names = names_in(path)
     if common.name in names:
         data = read_small(common, OBJECT_BYTES)
-        _refuse_broken_archive(common, data)
+        try:
+            check_archive(data)  # of torch.save's: a zip file, whose every member has a CRC
+        except FormatError as error:
+            _refuse(path, f"{common} is damaged: {error}. Without it, Megatron cannot load the checkpoint")
         notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
         return [OtherFile.of(common.name, data)]
     if METADATA_NAME in names and "common_backend" in _metadata(path):  # Megatron wrote one
@@ -384,14 +387,6 @@ def _dcp_facts(path: Path, index: Index, save_id: SaveId, notes: list[str]) -> l
         notes.append(f"{facts} is left out, as it is damaged ({error}): for DCP, keys have no nesting")
         return []
     return [OtherFile.of(facts.name, data)]
-
-
-def _refuse_broken_archive(path: Path, data: bytes) -> None:
-    """Refuses a damaged file of torch.save's: a zip file, whose every member has a CRC."""
-    try:
-        check_archive(data)
-    except FormatError as error:
-        _refuse(path.parent, f"{path} is damaged: {error}. Without it, Megatron cannot load the checkpoint")
 
 
 def _metadata(path: Path) -> dict[str, object]:
@@ -425,14 +420,12 @@ def _with_facts_of_state(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
         source = "is the one that the directory is named after" if named else "is left out: it is not known"
         notes.append(f"the iteration {source}")
     writer = checkpoint.manifest.writer
-    if isinstance(state, dict) and "optimizer" in state and not _has_optimizer(checkpoint.index):
+    index = checkpoint.index
+    has_optimizer = any(map(is_of_optimizer, [*index.tensors, *index.objects, *index.streams]))
+    if isinstance(state, dict) and "optimizer" in state and not has_optimizer:
         writer = writer | {"optimizer": DROPPED}
         notes.append("it is without its optimizer's state, which `datastates prune` has removed")
     return msgspec.structs.replace(checkpoint.manifest, iteration=iteration, writer=writer)
-
-
-def _has_optimizer(index: Index) -> bool:
-    return any(map(is_of_optimizer, [*index.tensors, *index.objects, *index.streams]))
 
 
 def _state(checkpoint: Checkpoint) -> object:

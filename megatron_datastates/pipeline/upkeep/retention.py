@@ -107,8 +107,8 @@ class PrunePlan:
     removed: list[Iteration]
     kept: list[tuple[Iteration, str]]
     left_overs: list[UnnamedFile]  # removed from directories that are kept; and uploads that have not ended
-    note: str = ""  # what could not be looked for
-    basis: _Basis | None = None  # for a second decision
+    note: str  # what could not be looked for
+    basis: _Basis  # for a second decision
 
 
 def plan_prune(
@@ -132,10 +132,8 @@ def plan_prune(
     path = path_of(root)
     basis = None if again is None else _unchanged(path, rules, others, *again)
     basis = basis or _look(path, rules, others, again)
-    plan = PrunePlan([], [], _old_enough(basis.listing.uploads, rules), basis.listing.note, basis)
-    for iteration in basis.listing.iterations:
-        if iteration.path not in basis.complaints:
-            continue
+    plan = PrunePlan([], [], _old_enough(basis.uploads, rules), basis.note, basis)
+    for iteration in basis.iterations:
         with contextlib.suppress(FileNotFoundError):  # somebody else has removed it meanwhile
             unnamed = _unnamed(iteration, basis)
             why = _reason(iteration, basis) or _save_under_way(iteration, unnamed, basis)
@@ -153,24 +151,17 @@ def plan_prune(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Listing:
-    """What is directly in a run's directory."""
-
-    iterations: list[Iteration]
-    tracker: Tracker
-    links: dict[str, str]  # their names, by what they point to
-    uploads: list[UnnamedFile]  # to an object store, that have not ended
-    note: str  # what could not be looked for
-
-
-@dataclasses.dataclass(frozen=True)
 class _Basis:
     """What the decisions about all directories of a run depend on."""
 
     rules: RetentionRules
     others: OtherFormats
-    listing: _Listing
-    complaints: dict[Path, str | None]  # why the rules do not apply to a directory that is decided about
+    iterations: list[Iteration]  # that are decided about
+    complaints: dict[Path, str | None]  # why the rules do not apply to one of these
+    tracker: Tracker
+    links: dict[str, str]  # in the run's directory, their names, by what they point to
+    uploads: list[UnnamedFile]  # to an object store, that have not ended
+    note: str  # what could not be looked for
     undamaged: list[int]  # iterations, ascending
     latest: list[int]  # of them, the newest ones, newest first; those of branches that were left come last
     relied_on: dict[Path, Status | None]  # what lets others be removed, as it was before the look
@@ -181,13 +172,25 @@ def _look(
 ) -> _Basis:
     """Looks at all iterations of a run; for damage only at those that are decided about."""
     seen = {} if is_object(path) else _statuses(path)
-    listing = _list(path, others)
-    wanted = [one for one in listing.iterations if again is None or one.path == again[0].path]
+    try:
+        if is_object(path):
+            found, links, (uploads, note) = find_answered(path), {}, unfinished_uploads(path)
+        else:
+            found = [_seen(one, others) for one in find_iterations(path)]
+            links, uploads, note = _links(path), [], ""
+    except OSError as error:
+        where = str(error.filename or path)
+        verb = "listed" if where == str(path) else "read"
+        raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
+    if not found and not uploads:
+        raise NotACheckpointError(why_no_run(path, or_else=""))
+    tracker = read_tracker(path)
+    wanted = [one for one in found if again is None or one.path == again[0].path]
     complaints = {one.path: _complaint(one, others) for one in wanted}
-    known = again[1].basis.undamaged if again is not None and again[1].basis is not None else []
+    known = [] if again is None else again[1].basis.undamaged
     undamaged = {
         one.number: one.path
-        for one in listing.iterations
+        for one in found
         if one.complete and (complaints[one.path] is None if one.path in complaints else one.number in known)
     }
     latest = by_branch(path, undamaged, rules.keep_last or 1)
@@ -195,9 +198,11 @@ def _look(
     # Which are the latest ones depends on the tracked one, too, and on the list of jobs: a job may have gone
     # back to an older one.
     needed = [undamaged[number] for number in {*latest, *numbers[-1:]}]
-    tracked = path / iteration_name(listing.tracker.iteration or 0)
+    tracked = path / iteration_name(tracker.iteration or 0)
     relied_on = {where: seen.get(where) for where in (path / JOBS_NAME, tracked, *needed)}
-    return _Basis(rules, others, listing, complaints, numbers, latest, relied_on)
+    return _Basis(
+        rules, others, wanted, complaints, tracker, links, uploads, note, numbers, latest, relied_on
+    )
 
 
 def _statuses(run: Path) -> dict[Path, Status | None]:
@@ -218,11 +223,11 @@ def _unchanged(
     meanwhile, do not.
     """
     basis = last.basis
-    if basis is None or is_object(path):
+    if is_object(path):
         return None
     try:
         tracker, links = read_tracker(path), _links(path)
-        if tracker != basis.listing.tracker:
+        if tracker != basis.tracker:
             return None
         if any(status_of(where) != status for where, status in basis.relied_on.items()):
             return None
@@ -232,24 +237,9 @@ def _unchanged(
     found = Iteration(one.number, one.path, format_seen(one.path), is_complete(one.path))
     iterations = [_seen(found, others)] if is_there else []
     complaints = {each.path: _complaint(each, others) for each in iterations}
-    listing = _Listing(iterations, tracker, links, [], "")
-    return dataclasses.replace(basis, rules=rules, others=others, listing=listing, complaints=complaints)
-
-
-def _list(path: Path, others: OtherFormats) -> _Listing:
-    try:
-        if is_object(path):
-            iterations, links, (uploads, note) = find_answered(path), {}, unfinished_uploads(path)
-        else:
-            iterations = [_seen(one, others) for one in find_iterations(path)]
-            links, uploads, note = _links(path), [], ""
-    except OSError as error:
-        where = str(error.filename or path)
-        verb = "listed" if where == str(path) else "read"
-        raise StorageError(f"{where} cannot be {verb}: {error.strerror}") from error
-    if not iterations and not uploads:
-        raise NotACheckpointError(why_no_run(path, or_else=""))
-    return _Listing(iterations, read_tracker(path), links, uploads, note)
+    return dataclasses.replace(
+        basis, rules=rules, others=others, iterations=iterations, complaints=complaints, links=links
+    )
 
 
 def _old_enough(files: list[UnnamedFile], rules: RetentionRules) -> list[UnnamedFile]:
@@ -337,10 +327,10 @@ def _reason(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why this is kept whatever files are in it, or None."""
     if (complaint := basis.complaints[iteration.path]) is not None:
         return complaint
-    if iteration.number == basis.listing.tracker.iteration:
+    if iteration.number == basis.tracker.iteration:
         return "the tracker names it"
     why = (_reason_of_complete if iteration.complete else _reason_of_incomplete)(iteration, basis)
-    return why or _link_to(iteration, basis.listing.links)
+    return why or _link_to(iteration, basis.links)
 
 
 def _reason_of_complete(iteration: Iteration, basis: _Basis) -> str | None:
@@ -354,7 +344,7 @@ def _reason_of_complete(iteration: Iteration, basis: _Basis) -> str | None:
         return f"a multiple of {keep_every}"
     # Of another format not the index, which --drop-optimizer writes anew.
     last = iteration.path / (METADATA_NAME if iteration.format in basis.others else MANIFEST_NAME)
-    if may_be_tracked_next(last, iteration.number, basis.listing.tracker, basis.rules.min_age_seconds):
+    if may_be_tracked_next(last, iteration.number, basis.tracker, basis.rules.min_age_seconds):
         return TRACKED_NEXT
     return None
 
@@ -387,7 +377,7 @@ def may_be_tracked_next(last: Path, iteration: int, tracker: Tracker, min_age_se
 
 def _reason_of_incomplete(iteration: Iteration, basis: _Basis) -> str | None:
     """Returns why an incomplete checkpoint is kept; None if a crash left it, and nothing can repair it."""
-    find_fault, tracked = basis.others.get(iteration.format), basis.listing.tracker.iteration
+    find_fault, tracked = basis.others.get(iteration.format), basis.tracker.iteration
     if find_fault is not None and (iteration.path / TORCH_DIST_INDEX).exists():
         return _without_metadata(iteration.path, find_fault)
     may_be_repaired = find_fault is None and _may_be_whole(iteration.path)
@@ -405,10 +395,10 @@ def _link_to(iteration: Iteration, links: dict[str, str]) -> str | None:
 
 def _save_under_way(iteration: Iteration, unnamed: list[UnnamedFile], basis: _Basis) -> str | None:
     """Returns why a save may be writing to this directory, or None."""
-    own_uploads = [upload for upload in basis.listing.uploads if upload.path.parent == iteration.path]
+    own_uploads = [upload for upload in basis.uploads if upload.path.parent == iteration.path]
     if (why := under_way([*unnamed, *own_uploads], basis.rules.min_age_seconds)) is not None:
         return why
-    tracker_age = time.time() - basis.listing.tracker.written_at
+    tracker_age = time.time() - basis.tracker.written_at
     may_be_new = not iteration.complete and not (iteration.path / REMOVAL_NAME).exists()
     if may_be_new and any(file.age_seconds < tracker_age for file in unnamed):
         return f"{_SINCE}{_DEAD}"

@@ -222,9 +222,7 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
 
 def extra_names(checkpoint: Checkpoint) -> list[str]:
     """Returns the names in its directory that do not belong to it."""
-    manifest = checkpoint.manifest
-    known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
-    known |= {file.name for file in manifest.files} | {other.name for other in manifest.others}
+    known = {MANIFEST_NAME, METADATA_NAME, *checkpoint.manifest.names}
     return sorted(set(names_in(checkpoint.directory)) - known)
 
 
@@ -250,8 +248,7 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
 
 def _is_megatrons(checkpoint: Checkpoint) -> bool:
     """Returns whether it has Megatron's common state: no other program writes a metadata.json."""
-    others = (other.name for other in checkpoint.manifest.others)
-    return COMMON_STATE_KEY in checkpoint.index.objects or COMMON_FILE in others
+    return COMMON_STATE_KEY in checkpoint.index.objects or COMMON_FILE in checkpoint.manifest.names
 
 
 def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
