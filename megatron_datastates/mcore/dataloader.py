@@ -21,7 +21,7 @@ from megatron_datastates.errors import ProviderError
 from megatron_datastates.mcore.providers import register_loader
 from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 from megatron_datastates.providers.base import StateReader
-from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
+from megatron_datastates.providers.dataloader import DataLoaderState, key_of
 from megatron_datastates.providers.objects import ObjectSource
 
 
@@ -66,14 +66,10 @@ class LoopDataLoader:
             )
         rank, ranks, stores = _place()
         attached = DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores, strict=strict)
-        loaded, found = self._loaded, None
-        if loaded is not None and restore:
-            found = read_position(loaded, rank, ranks, strict=strict)
-            if found is not None:
-                attached.set(found)
+        is_set = restore and self._loaded is not None and attached.resume(self._loaded)
         self._attached, self._loaded, self._expects_another = attached, None, False
         register_loader(self)
-        return found is not None
+        return is_set
 
     def note_iterator(self, train_iterator: Any) -> None:
         """Notes the iterator whose position `--dataloader-save` wants saved, on ranks that have one."""
