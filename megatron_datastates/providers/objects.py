@@ -305,16 +305,13 @@ class _Archive:
         self._members = find_members(io.BytesIO(data))
         self._found: dict[str, torch.UntypedStorage] = {}
         order = self._members.get("byteorder")
-        if order is not None and bytes(self._view(order)) != b"little":
+        if order is not None and bytes(order.of(data)) != b"little":
             raise FormatError("it was written on a big-endian machine: expected little-endian")
-
-    def _view(self, member: Member) -> memoryview:
-        return memoryview(self._data)[member.offset : member.offset + member.size]
 
     def execute(self, **how: Any) -> Any:
         """Returns the object or, in a dry run, placeholders. Arguments and errors are Unpickler's."""
         member = self._members[PICKLE]
-        member.check(self._view(member), PICKLE)
+        member.check(member.of(self._data), PICKLE)
         stream = io.BytesIO(self._data)  # shares the bytes, copies none
         stream.seek(member.offset)
         storages = self._placeholder if how.get("dry_run") else self._storage
@@ -339,7 +336,7 @@ class _Archive:
     def _storage(self, kind: StorageKind, name: str, count: int) -> Any:
         dtype, member = self._member(kind, name, count)
         if name not in self._found:
-            view, target = self._view(member), torch.empty(member.size, dtype=torch.uint8, device="cpu")
+            view, target = member.of(self._data), torch.empty(member.size, dtype=torch.uint8, device="cpu")
             member.check(view, f"storage {name!r}")
             target.numpy()[:] = np.frombuffer(view, np.uint8)
             self._found[name] = target.untyped_storage()
