@@ -7,7 +7,7 @@ objects are made by Megatron as in any save. Then we only look at what can diffe
 The tensors are those of the survey, under the names and in the places that the last full save gave them.
 
 Belongs here: what a full save notes (Preparation), and one prepared save (ThinSave). Does not belong here:
-which saves are prepared (preparing.py); what Megatron sees of it (marks.py).
+which saves are prepared (preparing.py).
 
 All ranks prepare, or none, if in a full save they exchange metadata. Any change, anything that cannot be
 proved and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.extra_states import ExtraStates, extra_states
-from megatron_datastates.mcore.save.marks import MARK, Mark, ThinChunk
+from megatron_datastates.mcore.save.marks import MARK, Mark
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.rows import Rows, row_of, with_tensors
 from megatron_datastates.mcore.save.survey import (
@@ -203,8 +204,8 @@ class ThinSave:
 
     def models(self) -> list[Any]:
         """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
-        count = len(self._preparation.extra_states)
-        return [ThinChunk(functools.partial(self._chunk, number)) for number in range(count)]
+        chunks = (functools.partial(self._chunk, at) for at in range(len(self._preparation.extra_states)))
+        return [types.SimpleNamespace(sharded_state_dict=chunk) for chunk in chunks]
 
     def buckets(self, optimizer: Any) -> dict[Any, Any]:
         """Returns a distributed optimizer's bucket state without tensors.
@@ -244,7 +245,7 @@ class ThinSave:
         self._frees = FENCE.frees
         self._current = self._preparation.survey.tensors_if_unchanged(call["optimizer"])
 
-    def _chunk(self, number: int) -> dict[str, Any]:
+    def _chunk(self, number: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns a model chunk's state without tensors. Notes that Megatron has asked for it.
 
         Raises:
