@@ -73,7 +73,7 @@ class Preparation:
         self.rank, _ = self._conditions[-1]
         self.survey = Survey(call["model"], call["optimizer"])
         # Of the full save, and of prepared ones after it:
-        self.bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
+        self.bucket_states: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self.states: set[int] = set()  # ids of the other optimizers
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
         self._made: set[int] = set()  # ids of what the tensors of the full state dict are, or are views of
@@ -86,7 +86,7 @@ class Preparation:
     def note_buckets(self, optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
         """Notes the objects that a distributed optimizer stores beside its buckets, and their padding."""
         objects = {key: copy.copy(item) for key, item in state.items() if isinstance(item, ShardedObject)}
-        self.bucket_states[id(optimizer)] = (weakref.ref(optimizer), objects)
+        self.bucket_states[optimizer] = objects
         self._padding += padding
 
     def note_models(self, call: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -95,9 +95,8 @@ class Preparation:
         Raises:
             UnprovableError: one has values that cannot be proved to be unchanged.
         """
-        noted = [ref() for ref, _ in self.bucket_states.values()]
         optimizers = optimizers_in(call["optimizer"])
-        if any(one not in noted for one in optimizers if has_buckets(one)):
+        if any(one not in self.bucket_states for one in optimizers if has_buckets(one)):
             raise UnprovableError("the optimizer's state is not stored in buckets")
         self.states = {id(one) for one in optimizers if not has_buckets(one)}
         if self.states and "optimizer" not in state:
@@ -213,10 +212,10 @@ class ThinSave:
         Raises:
             UnprovableError: this is another optimizer.
         """
-        if id(optimizer) not in self._preparation.bucket_states:
+        objects = self._preparation.bucket_states.get(optimizer)
+        if objects is None:
             raise UnprovableError("an optimizer was added or replaced")
         self._used.add(id(optimizer))
-        _, objects = self._preparation.bucket_states[id(optimizer)]
         return {key: copy.copy(item) for key, item in objects.items()}
 
     def note_asked(self, optimizer: Any) -> None:
@@ -227,7 +226,7 @@ class ThinSave:
         """Raises UnprovableError if Megatron did not ask for all of the thin state."""
         prepared = self._preparation
         chunks = set(range(len(prepared.extra_states)))
-        optimizers = prepared.states.union(prepared.bucket_states)
+        optimizers = prepared.states.union(map(id, prepared.bucket_states))
         if self._used != chunks | optimizers:
             raise UnprovableError(
                 f"Megatron did not ask for the state of all {len(chunks)} model chunks and "
