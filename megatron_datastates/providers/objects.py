@@ -218,7 +218,7 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
     Raises:
         UnsafeObjectError: a load would not accept it.
     """
-    _check(data, key, _NOT_SAVED, trust)
+    _check(lambda: _unpickle(data, dry_run=True), key, _NOT_SAVED, trust)
 
 
 def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, trust: bool = False) -> None:
@@ -235,7 +235,7 @@ def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, 
     accepted = _accepted if _accepted.trusted == trusted else _Accepted(trusted, frozenset())
     if named is not None and named <= accepted.named:
         return
-    if _check_with(lambda: _execute_pickle(data), key, _NOT_SAVED, trust) and named is not None:
+    if _check(lambda: _execute_pickle(data), key, _NOT_SAVED, trust) and named is not None:
         _accepted = _Accepted(trusted, accepted.named | named)
 
 
@@ -259,14 +259,11 @@ def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
         raise CorruptDataError(
             f"object {key!r} cannot be loaded: the CRC-32 of its {name} differs: it is corrupt"
         )
-    _check(data, key, "cannot be loaded", trust, stand_in=_megatron_class)
+    execute = functools.partial(_unpickle, data, dry_run=True, stand_in=_megatron_class)
+    _check(execute, key, "cannot be loaded", trust)
 
 
-def _check(data: bytes, key: str, refusal: str, trust: bool, **how: Any) -> None:
-    _check_with(lambda: _unpickle(data, dry_run=True, **how), key, refusal, trust)
-
-
-def _check_with(execute: Callable[[], object], key: str, refusal: str, trust: bool) -> bool:
+def _check(execute: Callable[[], object], key: str, refusal: str, trust: bool) -> bool:
     """Returns whether a load would accept it; if not, only with `trust`."""
     try:
         execute()
