@@ -12,8 +12,9 @@ error first.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -55,7 +56,8 @@ class LoopDataLoader:
     def __init__(self) -> None:
         self._attached: DataLoaderState | None = None
         self._iterator: Any = None  # of a loop with --dataloader-save and no attached loader
-        self._loaded: _Loaded | None = None  # from the last load, until it is passed to a loader
+        # Of the last load, with this rank's position, until it is passed to a loader.
+        self._loaded: StateReader | None = None
         self._expects_another = False  # loader than the attached one
 
     def attach(self, loader: Any, strict: bool, restore: bool) -> bool:
@@ -92,7 +94,10 @@ class LoopDataLoader:
             self._attached.restore(reader)
         else:
             rank, ranks, _ = _place()
-            self._loaded = _Loaded(reader, key_of(rank, ranks))
+            keys, own = list(reader.objects), key_of(rank, ranks)
+            values = {own: reader.read_object(own)} if own in keys else {}
+            read = types.SimpleNamespace(objects=keys, read_object=values.__getitem__)
+            self._loaded = cast(StateReader, read)
 
     def drop_replaced(self) -> None:
         """Drops the attached loader if another one is to come, which the position to be loaded is for."""
@@ -133,17 +138,6 @@ class LoopDataLoader:
                 "their data. Call megatron_datastates.mcore.attach_dataloader(loader) where the script makes "
                 "its loader, or attach_dataloader(loader, restore=False) to start from the beginning"
             )
-
-
-class _Loaded:
-    """The positions of a loaded checkpoint: their keys, and the one of this rank. A StateReader for them."""
-
-    def __init__(self, reader: StateReader, key: str) -> None:
-        self.objects = list(reader.objects)
-        self._values = {key: reader.read_object(key)} if key in self.objects else {}
-
-    def read_object(self, key: str) -> Any:
-        return self._values[key]
 
 
 class _OnlySaves:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -75,8 +75,11 @@ class DataLoaderState:
         """
         self.resume(reader)
 
-    def resume(self, reader: Positions) -> bool:
-        """Restores as `restore` does; returns whether the checkpoint has this rank's position."""
+    def resume(self, reader: StateReader) -> bool:
+        """Restores as `restore` does; returns whether the checkpoint has this rank's position.
+
+        Needs of the reader `objects`, and `read_object` of this position.
+        """
         key, stored = key_of(self._rank, self._ranks), list(reader.objects)
         if key in stored:
             self._restore(to_energon(reader.read_object(key)))
@@ -96,15 +99,6 @@ class DataLoaderState:
 def key_of(rank: int, ranks: int) -> str:
     """Returns the key of one rank's position, relative to the provider's name."""
     return f"rank-{rank}-of-{ranks}"
-
-
-class Positions(Protocol):
-    """What a load has found: the part of a StateReader that positions need."""
-
-    @property
-    def objects(self) -> Iterable[str]: ...
-
-    def read_object(self, key: str) -> Any: ...
 
 
 def _why_absent(stored: list[str], rank: int, ranks: int) -> str:
