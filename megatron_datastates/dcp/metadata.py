@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, StateTensor
 from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
-from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.plan.coverage import StoredBoxes, coverage_faults
 
 # Key -> offsets and shapes of the requested boxes, (n, dimensions) each, in elements of the global tensor.
 Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
@@ -43,43 +43,36 @@ def _properties(dtype: str, key: str) -> TensorProperties:
     return properties
 
 
-class _StoredBoxes(NamedTuple):
-    global_shape: tuple[int, ...]
-    offsets: npt.NDArray[np.int64]
-    shapes: npt.NDArray[np.int64]
-
-
 class StoredTensor(TensorStorageMetadata):
     """A tensor's metadata: its chunks are the fragments that meet the requested boxes, or all of them.
 
     Its size can be assigned, which Megatron does.
+
+    Args:
+        stored: returns all stored boxes.
     """
 
-    def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
-        dtype, shape = index.describe(key)
+    def __init__(
+        self, key: str, dtype: str, shape: tuple[int, ...], boxes: Boxes, stored: Callable[[], StoredBoxes]
+    ) -> None:
         self.properties = _properties(dtype, key)
         self.size = torch.Size(shape)
-        self._index, self._key, self._boxes = index, key, boxes
-        self._global_shape = shape  # `size` may be assigned
-
-    def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns the offsets and shapes of all stored boxes."""
-        entry = self._index.tensor(self._key)
-        return entry.offsets, entry.shapes
+        self._key, self._boxes, self._stored = key, boxes, stored
 
     @functools.cached_property
     def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
-        offsets, shapes = self._stored()
+        stored = self._stored()
+        offsets, shapes = stored.offsets, stored.shapes
         requested = self._boxes.get(self._key)
         if requested is not None and requested[0].shape[1:] == offsets.shape[1:]:
             meeting = boxes_that_meet(offsets, shapes, *requested)
             offsets, shapes = offsets[meeting], shapes[meeting]
             # DCP would leave elements without a fragment unloaded, and load those of two fragments twice.
             whole = first_overlap(offsets, shapes) is None
-            if not (whole and hold_all(offsets, shapes, *requested, self._global_shape)):
+            if not (whole and hold_all(offsets, shapes, *requested, stored.global_shape)):
                 raise self._hole()
-        elif not self._boxes:  # what will be requested is not known
-            self._require_whole(offsets, shapes)
+        elif not self._boxes and (faults := coverage_faults(self._key, stored)):  # any may be requested
+            raise FormatError("; ".join(faults))
         pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
 
@@ -87,26 +80,12 @@ class StoredTensor(TensorStorageMetadata):
         """Returns the error of a request for elements that are not stored, or stored twice."""
         return FormatError(f"tensor {self._key!r}: its fragments overlap, or do not cover a requested box")
 
-    def _require_whole(self, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> None:
-        faults = coverage_faults(self._key, _StoredBoxes(self._global_shape, offsets, shapes))
-        if faults:
-            raise FormatError("; ".join(faults))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorStorageMetadata, (self.properties, self.size, self.chunks)
 
 
 class StateInBuckets(StoredTensor):
     """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
-
-    def __init__(self, state: StateTensor, boxes: Boxes) -> None:
-        self.properties = _properties(state.dtype, state.key)
-        self.size = torch.Size(state.global_shape)
-        self._state, self._key, self._boxes = state, state.key, boxes
-        self._global_shape = state.global_shape
-
-    def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return self._state.offsets, self._state.shapes
 
     def _hole(self) -> DataStatesError:
         """No damage: in an older checkpoint of the run, the same part is frozen."""
@@ -150,9 +129,13 @@ class StoredMetadata(Mapping[str, STORAGE_TYPES]):
             if key in self._objects:
                 self._made[key] = BytesStorageMetadata()
             elif key in self._states:
-                self._made[key] = StateInBuckets(self._states[key], self._boxes)
+                state = self._states[key]
+                self._made[key] = StateInBuckets(
+                    key, state.dtype, state.global_shape, self._boxes, lambda: state
+                )
             else:
-                self._made[key] = tensor = StoredTensor(self._index, key, self._boxes)
+                stored = functools.partial(self._index.tensor, key)
+                self._made[key] = tensor = StoredTensor(key, *self._index.describe(key), self._boxes, stored)
                 if self._complete is not None:
                     self._complete(tensor.properties, key)
         return self._made[key]

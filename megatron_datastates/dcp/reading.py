@@ -24,10 +24,10 @@ from torch.futures import Future
 from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.dcp.metadata import Boxes, Complete, StoredMetadata
 from megatron_datastates.dcp.transfers import (
-    BucketBox,
-    FragmentBox,
     RequestedBox,
     Transfer,
+    bucket_box,
+    fragment_box,
     resolve_in_place,
     sharing,
     through_temporaries,
@@ -134,8 +134,8 @@ class CheckpointReader(FileSystemReader):
     def _box(self, item: ReadItem, find: FragmentFinder) -> RequestedBox:
         key, through_cache = item.storage_index.fqn, self.is_read_beside(item)
         if self._states is not None and key in self._states:
-            return BucketBox.of_state(item, self._states[key], through_cache)
-        return FragmentBox.of(item, self.checkpoint, find, through_cache)
+            return bucket_box(item, self._states[key], through_cache)
+        return fragment_box(item, self.checkpoint, find, through_cache)
 
     def _read_group(self, group: Sequence[Transfer], planner: LoadPlanner, reader: Reader) -> None:
         self.checkpoint.read([read for transfer in group for read in transfer.scheduled()], reader)

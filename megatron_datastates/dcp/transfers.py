@@ -8,7 +8,7 @@ Does not belong here: executing reads, and objects (reading.py); what any load r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from megatron_datastates.dcp.fragments import FragmentFinder
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.strides import footprint_elements
-from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.pipeline.loading.dtypes import note_conversion, torch_dtype
 from megatron_datastates.pipeline.loading.in_place import (
     Temporaries,
@@ -41,6 +40,11 @@ from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
 _TEMPORARY_BYTES = 32 << 20
 
 
+# Start of a part of a box (in the coordinates of `item.storage_offsets`), its shape, and the strides of the
+# memory that it is read into -> what is read.
+Plan = Callable[[Sequence[int], Sequence[int], Sequence[int]], Iterable[BoxReads | FramedBox]]
+
+
 @dataclasses.dataclass(frozen=True)
 class RequestedBox:
     """The box of a stored tensor that a read item requests."""
@@ -51,21 +55,12 @@ class RequestedBox:
     place: tuple[int, int]  # sorts reads in the order of the files: (file number, offset in bytes)
     encoded: bool
     through_cache: bool  # see ScheduledRead
+    plan: Plan
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The stored dtype. Raises FormatError if this torch lacks it."""
         return torch_dtype(self.dtype, self.item.storage_index.fqn)
-
-    def plan(
-        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
-    ) -> Iterator[BoxReads | FramedBox]:
-        """Plans to read a part of the box into memory with these strides.
-
-        Args:
-            start: of the part, in the coordinates of `item.storage_offsets`.
-        """
-        raise NotImplementedError  # each kind of box has its own plan
 
     def is_detour(self, planner: LoadPlanner) -> bool:
         """Returns whether the planner may resolve to a new tensor that it copies to the target afterwards.
@@ -108,57 +103,49 @@ class RequestedBox:
         return Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
 
 
-@dataclasses.dataclass(frozen=True)
-class FragmentBox(RequestedBox):
-    """A box of a stored fragment."""
-
-    entry: TensorEntry
-    fragment: int
-
-    @classmethod
-    def of(
-        cls, item: ReadItem, checkpoint: Checkpoint, find: FragmentFinder, through_cache: bool
-    ) -> FragmentBox:
-        """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
-        entry = checkpoint.index.tensor(item.storage_index.fqn)
-        number = find(entry, item.storage_index)
-        shape = tuple(entry.shapes[number].tolist())
-        box = tuple(item.storage_offsets), tuple(item.lengths)
-        if 0 not in box[1] and not _is_within(box, shape):  # torch asks for empty ones anywhere
-            raise FormatError(  # what lies there are the bytes of other tensors
-                f"tensor {item.storage_index.fqn!r}: the load plan asks for {box[1]} at {box[0]} of a "
-                f"fragment of shape {shape}: it was made of other metadata than those of "
-                f"{checkpoint.directory}"
-            )
-        file = int(entry.files[number])
-        place = file, int(entry.file_offsets[number])
-        return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, through_cache, entry, number)
-
-    def plan(
-        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
-    ) -> Iterator[BoxReads | FramedBox]:
-        yield plan_box(self.entry, self.fragment, start, shape, strides)
+def fragment_box(
+    item: ReadItem, checkpoint: Checkpoint, find: FragmentFinder, through_cache: bool
+) -> RequestedBox:
+    """Returns the box of a stored fragment. Raises MissingKeyError, FormatError."""
+    entry = checkpoint.index.tensor(item.storage_index.fqn)
+    number = find(entry, item.storage_index)
+    shape = tuple(entry.shapes[number].tolist())
+    box = tuple(item.storage_offsets), tuple(item.lengths)
+    if 0 not in box[1] and not _is_within(box, shape):  # torch asks for empty ones anywhere
+        raise FormatError(  # what lies there are the bytes of other tensors
+            f"tensor {item.storage_index.fqn!r}: the load plan asks for {box[1]} at {box[0]} of a "
+            f"fragment of shape {shape}: it was made of other metadata than those of "
+            f"{checkpoint.directory}"
+        )
+    file = int(entry.files[number])
+    return RequestedBox(
+        item,
+        entry.dtype,
+        frozenset([file]),
+        (file, int(entry.file_offsets[number])),
+        entry.encoded,
+        through_cache,
+        plan=lambda *part: [plan_box(entry, number, *part)],
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class BucketBox(RequestedBox):
-    """A box of a parameter's state that is stored in buckets, of any ranks."""
+def bucket_box(item: ReadItem, state: StateTensor, through_cache: bool) -> RequestedBox:
+    """Returns the box of a parameter's state that is stored in buckets, of any ranks."""
+    origin = tuple(item.storage_index.offset or ())  # in the state, of the coordinates of `storage_offsets`
 
-    state: StateTensor
-    origin: tuple[int, ...]  # in the state, of the coordinates of `item.storage_offsets`
+    def at(start: Sequence[int]) -> tuple[int, ...]:
+        return tuple(a + b for a, b in zip(origin, start, strict=True))
 
-    @classmethod
-    def of_state(cls, item: ReadItem, state: StateTensor, through_cache: bool) -> BucketBox:
-        origin = tuple(item.storage_index.offset or ())
-        at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
-        files, place = state.place(at, tuple(item.lengths))
-        return cls(item, state.dtype, files, place, state.encoded, through_cache, state, origin)
-
-    def plan(
-        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
-    ) -> Iterator[BoxReads | FramedBox]:
-        at = tuple(a + b for a, b in zip(self.origin, start, strict=True))
-        yield from self.state.plan(at, shape, strides)
+    files, place = state.place(at(item.storage_offsets), tuple(item.lengths))
+    return RequestedBox(
+        item,
+        state.dtype,
+        files,
+        place,
+        state.encoded,
+        through_cache,
+        plan=lambda start, shape, strides: state.plan(at(start), shape, strides),
+    )
 
 
 @dataclasses.dataclass

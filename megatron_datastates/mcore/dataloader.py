@@ -12,8 +12,9 @@ error first.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ from megatron_datastates.errors import ProviderError
 from megatron_datastates.mcore.providers import register_loader
 from megatron_datastates.pipeline.publishing.collectives import ranks_of, sum_now
 from megatron_datastates.providers.base import StateReader
-from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
+from megatron_datastates.providers.dataloader import DataLoaderState, key_of
 from megatron_datastates.providers.objects import ObjectSource
 
 
@@ -55,7 +56,8 @@ class LoopDataLoader:
     def __init__(self) -> None:
         self._attached: DataLoaderState | None = None
         self._iterator: Any = None  # of a loop with --dataloader-save and no attached loader
-        self._loaded: _Loaded | None = None  # from the last load, until it is passed to a loader
+        # Of the last load, with this rank's position, until it is passed to a loader.
+        self._loaded: StateReader | None = None
         self._expects_another = False  # loader than the attached one
 
     def attach(self, loader: Any, strict: bool, restore: bool) -> bool:
@@ -66,14 +68,10 @@ class LoopDataLoader:
             )
         rank, ranks, stores = _place()
         attached = DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores, strict=strict)
-        loaded, found = self._loaded, None
-        if loaded is not None and restore:
-            found = read_position(loaded, rank, ranks, strict=strict)
-            if found is not None:
-                attached.set(found)
+        is_set = restore and self._loaded is not None and attached.resume(self._loaded)
         self._attached, self._loaded, self._expects_another = attached, None, False
         register_loader(self)
-        return found is not None
+        return is_set
 
     def note_iterator(self, train_iterator: Any) -> None:
         """Notes the iterator whose position `--dataloader-save` wants saved, on ranks that have one."""
@@ -96,7 +94,10 @@ class LoopDataLoader:
             self._attached.restore(reader)
         else:
             rank, ranks, _ = _place()
-            self._loaded = _Loaded(reader, key_of(rank, ranks))
+            keys, own = list(reader.objects), key_of(rank, ranks)
+            values = {own: reader.read_object(own)} if own in keys else {}
+            read = types.SimpleNamespace(objects=keys, read_object=values.__getitem__)
+            self._loaded = cast(StateReader, read)
 
     def drop_replaced(self) -> None:
         """Drops the attached loader if another one is to come, which the position to be loaded is for."""
@@ -137,17 +138,6 @@ class LoopDataLoader:
                 "their data. Call megatron_datastates.mcore.attach_dataloader(loader) where the script makes "
                 "its loader, or attach_dataloader(loader, restore=False) to start from the beginning"
             )
-
-
-class _Loaded:
-    """The positions of a loaded checkpoint: their keys, and the one of this rank. A StateReader for them."""
-
-    def __init__(self, reader: StateReader, key: str) -> None:
-        self.objects = list(reader.objects)
-        self._values = {key: reader.read_object(key)} if key in self.objects else {}
-
-    def read_object(self, key: str) -> Any:
-        return self._values[key]
 
 
 class _OnlySaves:

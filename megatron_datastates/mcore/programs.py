@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.dist_checkpointing.strategies import torch as stock
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
@@ -24,7 +24,6 @@ from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.saver_pool import saver_for
 
 logger = logging.getLogger(__name__)
-_STOCK = "megatron.core.dist_checkpointing.strategies.torch"
 _NAME = "TorchDistSaveShardedStrategy"
 _made: weakref.WeakSet[TrainingSaveStrategy] = weakref.WeakSet()  # in place of torch_dist's
 
@@ -80,8 +79,7 @@ def take_over(chosen: Options, in_loop: Callable[[], bool], how: str) -> None:
     """
     attach_saving()
     saver_for(chosen).warm_up(fences.stepped_bytes)
-    module = importlib.import_module(_STOCK)
-    before = getattr(module, _NAME)
+    before = getattr(stock, _NAME)
 
     class EnabledSaveStrategy(TrainingSaveStrategy, metaclass=_MatchesOurStrategies):
         """Accepts and ignores the arguments of the strategy that it replaces."""
@@ -109,11 +107,11 @@ def is_stock(strategy: object) -> bool:
 
 def is_enabled() -> bool:
     """Returns whether our strategy is in place of torch_dist's."""
-    return isinstance(getattr(importlib.import_module(_STOCK), _NAME), _MatchesOurStrategies)
+    return isinstance(getattr(stock, _NAME), _MatchesOurStrategies)
 
 
 def enabled_strategy() -> Any:
     """Returns the class that saves in place of torch_dist's. Calls `enable()` if the program has not."""
     if not is_enabled():
         enable()
-    return getattr(importlib.import_module(_STOCK), _NAME)
+    return getattr(stock, _NAME)

@@ -36,11 +36,6 @@ class Empty(NamedTuple):
     keys: tuple[str, ...]
 
     @property
-    def is_fenced(self) -> bool:
-        """Returns whether they may change at the next fence."""
-        return False
-
-    @property
     def end(self) -> int:
         return self.first + len(self.keys)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -73,20 +73,27 @@ class DataLoaderState:
         Raises:
             MismatchError: the checkpoint was saved with another number of ranks, and `strict` is set.
         """
-        found = read_position(reader, self._rank, self._ranks, strict=self._strict)
-        if found is not None:
-            self.set(found)
+        self.resume(reader)
 
-    def set(self, found: Position) -> None:
-        """Sets the loader to a position that `read_position` has returned."""
-        self._restore(to_energon(found.state))
+    def resume(self, reader: StateReader) -> bool:
+        """Restores as `restore` does; returns whether the checkpoint has this rank's position.
 
-
-class Position:
-    """What one rank's loader has stored; `state` may be None, which is Energon's initial state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
+        Needs of the reader `objects`, and `read_object` of this position.
+        """
+        key, stored = key_of(self._rank, self._ranks), list(reader.objects)
+        if key in stored:
+            self._restore(to_energon(reader.read_object(key)))
+            return True
+        problem = _why_absent(stored, self._rank, self._ranks)
+        if self._strict:
+            raise MismatchError(
+                f"{problem}; resume with as many data-parallel ranks as saved it, or pass strict=False to "
+                "start from the beginning of the data"
+            )
+        logger.warning(
+            "%s. The data loader starts from the beginning of its data, as strict=False was passed", problem
+        )
+        return False
 
 
 def key_of(rank: int, ranks: int) -> str:
@@ -94,42 +101,15 @@ def key_of(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}"
 
 
-class Positions(Protocol):
-    """What a load has found: the part of a StateReader that positions need."""
-
-    @property
-    def objects(self) -> Iterable[str]: ...
-
-    def read_object(self, key: str) -> Any: ...
-
-
-def read_position(reader: Positions, rank: int, ranks: int, *, strict: bool) -> Position | None:
-    """Reads the position of one rank; None, with a warning, if there is none and `strict` is not set.
-
-    Raises:
-        MismatchError: there is none, and `strict` is set.
-    """
-    key, stored = key_of(rank, ranks), list(reader.objects)
-    if key in stored:
-        return Position(reader.read_object(key))
+def _why_absent(stored: list[str], rank: int, ranks: int) -> str:
     counts = sorted({int(match[1]) for name in stored if (match := _KEY.fullmatch(name))})
     if counts == [ranks]:
-        problem = f"the checkpoint lacks the position of data-parallel rank {rank} (of {ranks})"
-    else:
-        saved = " and ".join(map(str, counts)) or "no"
-        problem = (
-            f"the checkpoint has the positions of {saved} data-parallel ranks, and this run has {ranks}: a "
-            "position is valid only for the number of data-parallel ranks that saved it"
-        )
-    if strict:
-        raise MismatchError(
-            f"{problem}; resume with as many data-parallel ranks as saved it, or pass strict=False to start "
-            "from the beginning of the data"
-        )
-    logger.warning(
-        "%s. The data loader starts from the beginning of its data, as strict=False was passed", problem
+        return f"the checkpoint lacks the position of data-parallel rank {rank} (of {ranks})"
+    saved = " and ".join(map(str, counts)) or "no"
+    return (
+        f"the checkpoint has the positions of {saved} data-parallel ranks, and this run has {ranks}: a "
+        "position is valid only for the number of data-parallel ranks that saved it"
     )
-    return None
 
 
 def _methods(loader: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:

@@ -27,6 +27,10 @@ class Member:
     size: int
     crc: int | None  # CRC-32; None: it was switched off (torch.serialization.set_crc32_options)
 
+    def of(self, archive: bytes) -> memoryview:
+        """Returns its bytes, given the whole archive."""
+        return memoryview(archive)[self.offset : self.offset + self.size]
+
     def is_intact(self, data: bytes | memoryview) -> bool:
         """Returns whether `data` has the CRC-32 that the archive has for it, if it has one."""
         return self.crc is None or zlib.crc32(data) == self.crc
@@ -55,7 +59,7 @@ def find_members(stream: BinaryIO) -> dict[str, Member]:
 def check_archive(data: bytes) -> None:
     """Raises FormatError if `data` is not an archive of torch.save, or if a CRC-32 in it differs."""
     for name, member in find_members(io.BytesIO(data)).items():
-        member.check(memoryview(data)[member.offset : member.offset + member.size], name)
+        member.check(member.of(data), name)
 
 
 def corrupt_member(data: bytes) -> str:
@@ -64,10 +68,7 @@ def corrupt_member(data: bytes) -> str:
         members = find_members(io.BytesIO(data))
     except FormatError:
         return ""
-    view = memoryview(data)
-    return next(
-        (name for name, m in members.items() if not m.is_intact(view[m.offset : m.offset + m.size])), ""
-    )
+    return next((name for name, one in members.items() if not one.is_intact(one.of(data))), "")
 
 
 def _members(archive: zipfile.ZipFile, stream: BinaryIO) -> dict[str, Member]:

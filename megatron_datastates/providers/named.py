@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -192,29 +191,28 @@ class NamedState:
         self._state = state
         self._mutability = mutability
 
-    @functools.cached_property
-    def _values(self) -> dict[str, Any]:
-        values = named_values(self._state)  # here, not in __init__: an error then fails the save on all ranks
-        return {name: value for name, value in values.items() if not _is_provider(value)}
-
     def entries(self) -> Iterator[Tensors | ObjectSource]:
-        yield self._tensors()
-        for name, value in self._values.items():
-            if not isinstance(value, Shard | torch.Tensor):
-                yield ObjectSource(name, value, Mutability.NOW)
+        tensors, objects = self._entries()
+        yield tensors
+        yield from objects
 
-    def _tensors(self) -> Tensors:
-        found = Tensors()
-        for name, value in self._values.items():
+    def _entries(self) -> tuple[Tensors, list[ObjectSource]]:
+        tensors, objects = Tensors(), []
+        # Here, not in __init__: an error then fails the save on all ranks.
+        for name, value in named_values(self._state).items():
             if isinstance(value, Shard):
-                found.add(name, value.tensor, self._mutability, value.place_of(name), is_frozen(value.tensor))
+                place = value.place_of(name)
+                tensors.add(name, value.tensor, self._mutability, place, is_frozen(value.tensor))
             elif isinstance(value, torch.Tensor):
-                found.add(name, value, self._mutability, None, is_frozen(value))
-        return found
+                tensors.add(name, value, self._mutability, None, is_frozen(value))
+            elif not _is_provider(value):
+                objects.append(ObjectSource(name, value, Mutability.NOW))
+        return tensors, objects
 
     def restore(self, reader: StateReader) -> None:
         """Fills the tensors in place, and puts stored objects in the place of those in the mappings."""
-        reader.read_into({source.key: source for source in self._tensors().sources()})
+        tensors, _ = self._entries()
+        reader.read_into({source.key: source for source in tensors.sources()})
         _replace_objects(self._state, reader.read_object)
 
 

@@ -218,7 +218,7 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
     Raises:
         UnsafeObjectError: a load would not accept it.
     """
-    _check(data, key, _NOT_SAVED, trust)
+    _check(lambda: _unpickle(data, dry_run=True), key, _NOT_SAVED, trust)
 
 
 def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, trust: bool = False) -> None:
@@ -235,7 +235,7 @@ def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, 
     accepted = _accepted if _accepted.trusted == trusted else _Accepted(trusted, frozenset())
     if named is not None and named <= accepted.named:
         return
-    if _check_with(lambda: _execute_pickle(data), key, _NOT_SAVED, trust) and named is not None:
+    if _check(lambda: _execute_pickle(data), key, _NOT_SAVED, trust) and named is not None:
         _accepted = _Accepted(trusted, accepted.named | named)
 
 
@@ -259,14 +259,11 @@ def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
         raise CorruptDataError(
             f"object {key!r} cannot be loaded: the CRC-32 of its {name} differs: it is corrupt"
         )
-    _check(data, key, "cannot be loaded", trust, stand_in=_megatron_class)
+    execute = functools.partial(_unpickle, data, dry_run=True, stand_in=_megatron_class)
+    _check(execute, key, "cannot be loaded", trust)
 
 
-def _check(data: bytes, key: str, refusal: str, trust: bool, **how: Any) -> None:
-    _check_with(lambda: _unpickle(data, dry_run=True, **how), key, refusal, trust)
-
-
-def _check_with(execute: Callable[[], object], key: str, refusal: str, trust: bool) -> bool:
+def _check(execute: Callable[[], object], key: str, refusal: str, trust: bool) -> bool:
     """Returns whether a load would accept it; if not, only with `trust`."""
     try:
         execute()
@@ -305,16 +302,13 @@ class _Archive:
         self._members = find_members(io.BytesIO(data))
         self._found: dict[str, torch.UntypedStorage] = {}
         order = self._members.get("byteorder")
-        if order is not None and bytes(self._view(order)) != b"little":
+        if order is not None and bytes(order.of(data)) != b"little":
             raise FormatError("it was written on a big-endian machine: expected little-endian")
-
-    def _view(self, member: Member) -> memoryview:
-        return memoryview(self._data)[member.offset : member.offset + member.size]
 
     def execute(self, **how: Any) -> Any:
         """Returns the object or, in a dry run, placeholders. Arguments and errors are Unpickler's."""
         member = self._members[PICKLE]
-        member.check(self._view(member), PICKLE)
+        member.check(member.of(self._data), PICKLE)
         stream = io.BytesIO(self._data)  # shares the bytes, copies none
         stream.seek(member.offset)
         storages = self._placeholder if how.get("dry_run") else self._storage
@@ -339,7 +333,7 @@ class _Archive:
     def _storage(self, kind: StorageKind, name: str, count: int) -> Any:
         dtype, member = self._member(kind, name, count)
         if name not in self._found:
-            view, target = self._view(member), torch.empty(member.size, dtype=torch.uint8, device="cpu")
+            view, target = member.of(self._data), torch.empty(member.size, dtype=torch.uint8, device="cpu")
             member.check(view, f"storage {name!r}")
             target.numpy()[:] = np.frombuffer(view, np.uint8)
             self._found[name] = target.untyped_storage()

@@ -156,9 +156,9 @@ def _byte_array(context: PickleContext, data: Any = b"", encoding: Any = None) -
     return bytearray() if type(data) is BytesPlaceholder else bytearray(data)
 
 
-def _guard_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+def _guard_list(kind: type[Any]) -> Callable[..., Any]:
     def make(context: PickleContext, items: Any = ()) -> Any:
-        require(type(items) in (list, tuple), f"a {kind}")
+        require(type(items) in (list, tuple), f"a {kind.__name__}")
         for item in items:
             check_key(context, item)
         return kind(items)
@@ -173,11 +173,6 @@ def _ordered(context: PickleContext, items: Any = ()) -> Any:
     return collections.OrderedDict(items)
 
 
-def _counter(context: PickleContext, counts: Any = None) -> Any:
-    require(counts is None or type(counts) is dict, "a Counter")
-    return collections.Counter(counts)
-
-
 def _default_dict(context: PickleContext, factory: Any = None) -> Any:
     require(factory is None or callable(factory), "a defaultdict")
     return collections.defaultdict(factory)
@@ -188,17 +183,12 @@ def _deque(context: PickleContext, items: Any = (), longest: Any = None) -> Any:
     return collections.deque(maxlen=longest)
 
 
-def _guard_types(kind: Callable[..., Any], *allowed: type) -> Callable[..., Any]:
+def _guard_types(kind: type[Any], *allowed: type) -> Callable[..., Any]:
     def make(context: PickleContext, *arguments: Any) -> Any:
-        require(all(type(argument) in allowed for argument in arguments), f"a {kind}")
+        require(all(type(argument) in allowed for argument in arguments), f"a {kind.__name__}")
         return kind(*arguments)
 
     return make
-
-
-def _decimal(context: PickleContext, text: Any = "0") -> Any:
-    require(type(text) is str, "a Decimal")
-    return decimal.Decimal(text)
 
 
 def _type_of(context: PickleContext, value: Any = 0) -> Any:
@@ -377,7 +367,7 @@ _GUARDED: list[tuple[Any, Callable[..., Any]]] = [
     (slice, _guard_types(slice, type(None), bool, int, float, str)),
     (type, _type_of),
     (collections.OrderedDict, _ordered),
-    (collections.Counter, _counter),
+    (collections.Counter, _guard_types(collections.Counter, type(None), dict)),
     (collections.defaultdict, _default_dict),
     (collections.deque, _deque),
     (datetime.date, _guard_types(datetime.date, bytes)),
@@ -385,7 +375,7 @@ _GUARDED: list[tuple[Any, Callable[..., Any]]] = [
     (datetime.time, _guard_types(datetime.time, bytes, datetime.timezone)),
     (datetime.timedelta, _guard_types(datetime.timedelta, int)),
     (datetime.timezone, _guard_types(datetime.timezone, datetime.timedelta, str)),
-    (decimal.Decimal, _decimal),
+    (decimal.Decimal, _guard_types(decimal.Decimal, str)),
     (types.SimpleNamespace, _guard_types(types.SimpleNamespace)),
     (array.array, _array_array),
     *((kind, _guard_types(kind, str)) for kind in _PATHS),

@@ -9,7 +9,6 @@ import argparse
 import collections
 import enum
 import io
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
@@ -52,25 +51,24 @@ def _take(memo: _Memo, size: int) -> None:
         raise NotPlainError(f"{size} bytes, more than may be copied")
 
 
-def private_copy(value: Any, budget: CopyBudget | None = None) -> Copied:
+def private_copy(value: Any, budget: CopyBudget) -> Copied:
     """Returns a copy that shares nothing mutable with `value` and serializes to an equal object.
 
     An object that `value` refers to twice is copied once, and the copy refers to it twice.
 
     Args:
-        budget: what arrays, tensors and buffers are counted against; None for no limit.
+        budget: what arrays, tensors and buffers are counted against.
 
     Raises:
         NotPlainError: `value` holds something other than plain containers, scalars, arrays and host tensors,
             or more bytes than the budget has left.
     """
-    memo: _Memo = {_LEFT: math.inf if budget is None else budget.left}
+    memo: _Memo = {_LEFT: budget.left}
     try:
         copied = _copy(value, memo)
     except RecursionError:
         raise NotPlainError("it is nested too deeply") from None
-    if budget is not None:
-        budget.left = memo[_LEFT]
+    budget.left = memo[_LEFT]
     return Copied(copied, None if _UNKNOWN in memo else frozenset(memo.get(_NAMED, ())))
 
 

@@ -95,37 +95,25 @@ def _tensor(context: PickleContext, storage: Any, offset: Any, shape: Any, strid
     return _make(context, torch._utils._rebuild_tensor, storage, offset, shape, strides)
 
 
-def _tensor_v2(
-    context: PickleContext,
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    grad: Any,
-    hooks: Any,
-    *more: Any,
-) -> Any:
-    _check_reach(storage, None, offset, shape, strides)
-    require(not hooks and type(grad) is bool, "a tensor")
-    arguments = (storage, offset, shape, strides, grad, hooks, *more)
-    return _make(context, torch._utils._rebuild_tensor_v2, *arguments)
+def _guard_tensor(name: str, *, has_dtype: bool) -> Callable[..., Any]:
+    """Returns the guard of a function of torch's; with `has_dtype`, a storage of bytes has elements of it."""
 
+    def make(
+        context: PickleContext,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        grad: Any,
+        hooks: Any,
+        *more: Any,
+    ) -> Any:
+        _check_reach(storage, more[0] if has_dtype else None, offset, shape, strides)
+        require(not hooks and type(grad) is bool, "a tensor")
+        arguments = (storage, offset, shape, strides, grad, hooks, *more)
+        return _make(context, getattr(torch._utils, name), *arguments)
 
-def _tensor_v3(
-    context: PickleContext,
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    grad: Any,
-    hooks: Any,
-    dtype: Any,
-    *more: Any,
-) -> Any:
-    _check_reach(storage, dtype, offset, shape, strides)
-    require(not hooks and type(grad) is bool, "a tensor")
-    arguments = (storage, offset, shape, strides, grad, hooks, dtype, *more)
-    return _make(context, torch._utils._rebuild_tensor_v3, *arguments)
+    return make
 
 
 def _quantized(
@@ -218,8 +206,8 @@ def _layout(context: PickleContext, name: Any = None) -> Any:
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_tensor_v2": _guard_tensor("_rebuild_tensor_v2", has_dtype=False),
+    "torch._utils._rebuild_tensor_v3": _guard_tensor("_rebuild_tensor_v3", has_dtype=True),
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,

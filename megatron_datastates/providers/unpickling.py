@@ -244,8 +244,7 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
             super().load_build()
 
     def _append(self) -> None:
-        items = [self.stack.pop()]
-        self._extend(items)
+        self._extend([self.stack.pop()])
 
     def _appends(self) -> None:
         self._extend(self.pop_mark())

@@ -44,12 +44,6 @@ class Parameters:
                 return call
         return dict(self._signature.bind(*args, **kwargs).arguments)
 
-    def as_call(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns what a call passes that has these arguments, by position where the function allows it."""
-        bound = self._signature.bind_partial()
-        bound.arguments.update(arguments)
-        return bound.args, bound.kwargs
-
     def replaced(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, value: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -108,20 +108,11 @@ _SAVING = (
         "save.strategy.wrap_apply_saving_parallelization",
     ),
     Hook(_DIST + "core", "save_config", "save.strategy.wrap_save_config"),
-    Hook(
-        QUEUE,
-        "AsyncCallsQueue.schedule_async_request",
-        "save.request.wrap_schedule_async_request",
-        need="queue",
+    *(
+        Hook(queue, f"AsyncCallsQueue.{name}", f"save.request.wrap_{name}", need=name)
+        for name in ("schedule_async_request", "close")
+        for queue in (QUEUE, NVRX_QUEUE)
     ),
-    Hook(
-        NVRX_QUEUE,
-        "AsyncCallsQueue.schedule_async_request",
-        "save.request.wrap_schedule_async_request",
-        need="queue",
-    ),
-    Hook(QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
-    Hook(NVRX_QUEUE, "AsyncCallsQueue.close", "save.request.wrap_close", need="end of a queue"),
     Hook(_OPTIMIZERS, "MixedPrecisionOptimizer.step", "fences.wrap_optimizer_step"),
     Hook(_OPTIMIZERS, "FP32Optimizer.step", "fences.wrap_optimizer_step"),
     Hook(_OPTIMIZERS, "ChainedOptimizer.step", "fences.wrap_optimizer_step"),

@@ -136,7 +136,7 @@ def wrap_torch_dist_load(
     boxes, restated = requested_boxes(items), state.current().restated
     with load_errors():
         with checkpoint.costs.timing("planning"):
-            problem = first_mismatch(checkpoint, items, (restated.states if restated else None) or {})
+            problem = first_mismatch(checkpoint, items, restated.states if restated else None)
             if problem is not None:
                 raise LoadMismatch(f"{checkpoint_dir}: {problem}")
             checkpoint.index.preload(boxes)

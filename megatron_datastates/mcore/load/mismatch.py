@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, StateTens
 def first_mismatch(
     checkpoint: Checkpoint,
     requested: Iterable[Any],
-    states: Mapping[str, StateTensor] = types.MappingProxyType({}),
+    states: Mapping[str, StateTensor] | None = None,
 ) -> str | None:
     """Describes the first item that the checkpoint lacks or that does not match; None if all match.
 
@@ -33,7 +32,7 @@ def first_mismatch(
             similar = similar_keys(item.unique_key, checkpoint.index.objects)
             return f"there is no object {item.unique_key!r} in this checkpoint{similar}"
         if isinstance(item, ShardedTensor):
-            problem = _tensor_mismatch(checkpoint, item, states)
+            problem = _tensor_mismatch(checkpoint, item, states or {})
             if problem is not None:
                 return problem
     return None

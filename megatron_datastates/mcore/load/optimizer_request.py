@@ -22,8 +22,8 @@ from megatron_datastates.format.directory import SHARDING_KEY
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
 from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.save.buckets import CARRIER, ModelShards, describe_buckets
-from megatron_datastates.plan.boxes import Box
 from megatron_datastates.plan.strided import boxes_in_range
+from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 BY_OWN_BUCKETS = "datastates_own_buckets"  # in the metadata of a sharded state dict
@@ -131,11 +131,7 @@ def is_offloaded(state: State) -> bool:
 
 
 def _entries(nested: Any) -> Iterator[State]:
-    if isinstance(nested, dict) and "padding" in nested:
-        yield nested
-    elif isinstance(nested, dict | list):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from _entries(item)
+    return (entry for entry in dictionaries(nested) if "padding" in entry)
 
 
 def _is_padding(entry: State) -> bool:
@@ -174,8 +170,17 @@ def own_shards(
             at = sum(o * s for o, s in zip(offset, shard.strides, strict=True)) - low
             place = tuple(a + b for a, b in zip(shard.offset, offset, strict=True))
             memory = _view(item.data, at, shape, shard.strides)
-            flexible = shard.key in own.flexible
-            yield _sharded(name(shard.key), memory, shard.global_shape, (place, shape), flexible, item)
+            yield ShardedTensor(
+                key=name(shard.key),
+                data=memory,
+                dtype=memory.dtype,
+                local_shape=shape,
+                global_shape=shard.global_shape,
+                global_offset=place,
+                axis_fragmentations=None,
+                replica_id=item.replica_id,
+                allow_shape_mismatch=shard.key in own.flexible,
+            )
             found += memory.numel()
     if found != end - begin:
         raise MismatchError(
@@ -196,22 +201,6 @@ def _view(line: torch.Tensor, at: int, shape: tuple[int, ...], strides: tuple[in
     line = line.detach()
     step = line.stride(0)
     return line.as_strided(shape, [n * step for n in strides], line.storage_offset() + at * step)
-
-
-def _sharded(
-    key: str, memory: torch.Tensor, whole: tuple[int, ...], box: Box, flexible: bool, item: Any
-) -> ShardedTensor:
-    return ShardedTensor(
-        key=key,
-        data=memory,
-        dtype=memory.dtype,
-        local_shape=box[1],
-        global_shape=whole,
-        global_offset=box[0],
-        axis_fragmentations=None,
-        replica_id=item.replica_id,
-        allow_shape_mismatch=flexible,
-    )
 
 
 def filled(state: State, step: Any) -> State:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.errors import some_of
-from megatron_datastates.mcore.hooks.calls import Parameters, parameters_of
+from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement
 from megatron_datastates.mcore.load.opening import is_open, is_ours, open_checkpoint
@@ -20,18 +20,17 @@ logger = logging.getLogger(__name__)
 
 def wrap_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps `dist_checkpointing.load`."""
-    parameters = parameters_of(original)
-    return _LoadCall(original, parameters, parameters.defaults | parameters.of_call(args, kwargs)).run()
+    return _LoadCall(original, args, kwargs).run()
 
 
 class _LoadCall:
     """One call of `dist_checkpointing.load`."""
 
-    def __init__(
-        self, original: Callable[..., Any], parameters: Parameters, arguments: dict[str, Any]
-    ) -> None:
-        self._original, self._parameters, self._arguments = original, parameters, arguments
-        self._directory = arguments["checkpoint_dir"]
+    def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._original, self._args, self._kwargs = original, args, kwargs
+        self._parameters = parameters_of(original)
+        self._arguments = self._parameters.defaults | self._parameters.of_call(args, kwargs)
+        self._directory = self._arguments["checkpoint_dir"]
 
     def run(self) -> Any:
         if not (is_open(self._directory) or may_be_ours(self._directory)):
@@ -51,18 +50,17 @@ class _LoadCall:
         from megatron_datastates.mcore.load import optimizer_elsewhere
 
         with optimizer_elsewhere.explaining(self._arguments):
-            restated = optimizer_elsewhere.restated_where_needed(self._arguments)
-            return self._start_restated(restated) if restated else self._start()
+            return self._start(optimizer_elsewhere.restated_where_needed(self._arguments))
 
-    def _start(self) -> Any:
-        args, kwargs = self._parameters.as_call(self._arguments)
-        return self._original(*args, **kwargs)
-
-    def _start_restated(self, restated: Any) -> Any:
+    def _start(self, restated: state.Restated | None = None) -> Any:
+        """Calls Megatron's function; with the restated request, if there is one."""
         if restated is not None:
-            self._arguments["sharded_state_dict"] = restated.request
+            self._replace("sharded_state_dict", restated.request)
         with state.opened(restated=restated):
-            return self._start()
+            return self._original(*self._args, **self._kwargs)
+
+    def _replace(self, name: str, value: Any) -> None:
+        self._args, self._kwargs = self._parameters.replaced(self._args, self._kwargs, name, value)
 
     def _load_together(self) -> Any:
         agreement = _agreement_of(self._arguments)
@@ -71,7 +69,7 @@ class _LoadCall:
         with agreement.sharing_failures():
             problem: Exception | None = None
             if self._arguments.get("verify_integrity"):  # since 0.19
-                self._arguments["verify_integrity"] = False
+                self._replace("verify_integrity", False)
                 try:
                     agreement.verify_files()
                 except Exception as error:
@@ -88,17 +86,14 @@ class _LoadCall:
         restores = state.current().restores_providers
         with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
             restated = optimizer_layout.restated_where_needed(self._arguments, together)
-            loaded = self._start_restated(restated)
+            loaded = self._start(restated)
         if restores() and is_ours(self._directory):
-            self._restore_providers()
+            from megatron_datastates.mcore.errors import load_errors
+            from megatron_datastates.mcore.load.restoring import restore_registered
+
+            with load_errors():
+                restore_registered(open_checkpoint(self._directory))
         return loaded
-
-    def _restore_providers(self) -> None:
-        from megatron_datastates.mcore.errors import load_errors
-        from megatron_datastates.mcore.load.restoring import restore_registered
-
-        with load_errors():
-            restore_registered(open_checkpoint(self._directory))
 
 
 def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:

@@ -35,12 +35,9 @@ class ShardedStateProvider:
         self._state = sharded_state_dict
         self._classifier = classifier  # called in tensors(): an error there fails the save on all ranks
         self._is_lazy = is_lazy
-        self._mark = mark_of(sharded_state_dict)
-
-    @property
-    def is_thin(self) -> bool:
-        """Returns whether the state dict is that of a prepared save."""
-        return self._mark is not None and self._mark.thin is not None
+        mark = mark_of(sharded_state_dict)
+        self.thin = None if mark is None else mark.thin  # the prepared save, if it is one
+        self._preparation = None if mark is None else mark.preparation
 
     def _main_replicas(self, kind: type[Any]) -> Iterator[Any]:
         for item in nested_values(self._state):
@@ -59,14 +56,13 @@ class ShardedStateProvider:
 
     def tensors(self) -> Tensors:
         """Returns the tensors. Raises CheckpointingException for one without data, or flattened."""
-        mark = self._mark
-        if mark is not None and mark.thin is not None:
+        if self.thin is not None:
             if any(self._main_replicas(ShardedTensor)):
                 raise CheckpointingException(
                     "a prepared save has tensors that the last save did not have: use --datastates-prepared "
                     "off, and report this"
                 )
-            return mark.thin.tensors(self._classifier, is_lazy=self._is_lazy)
+            return self.thin.tensors(self._classifier, is_lazy=self._is_lazy)
         if awaits_tensors():
             raise CheckpointingException(
                 "a prepared save's state dict has lost its mark, an object of the model: keep all objects "
@@ -86,8 +82,8 @@ class ShardedStateProvider:
             place = Place(tuple(item.global_shape), tuple(item.global_offset), shape)
             found.add(item.key, data, mutability, place, is_frozen(item.data))
             stored.append(item.data)
-        if mark is not None and mark.preparation is not None:
-            complete(mark.preparation, self._state, found, stored)
+        if self._preparation is not None:
+            complete(self._preparation, self._state, found, stored)
         return found
 
     def objects(self) -> tuple[EmptyObjects, list[ObjectSource]]:
@@ -102,9 +98,8 @@ class ShardedStateProvider:
         empty = tuple([key for key, value in values.items() if is_nothing(value)])
         for key in empty:
             del values[key]
-        mark = self._mark
-        if mark is not None and mark.thin is not None:
-            empty = mark.thin.empty_objects(empty)
-        elif mark is not None and mark.preparation is not None:
-            mark.preparation.note_empty(empty)
+        if self.thin is not None:
+            empty = self.thin.empty_objects(empty)
+        elif self._preparation is not None:
+            self._preparation.note_empty(empty)
         return EmptyObjects(empty), [ObjectSource(key, value) for key, value in values.items()]

@@ -1,12 +1,8 @@
-"""What of prepared saves is in Megatron's hands: marks in state dicts, and stand-ins for model chunks.
-
-Belongs here: objects that Megatron's code holds or calls while it makes a state dict. Does not belong here:
-what they stand for (prepared.py).
-"""
+"""Marks in state dicts, by which the strategy recognizes those of prepared saves (prepared.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -55,16 +51,6 @@ class _Unsaveable:
             "a state dict without tensors, of a prepared save, was about to be saved by another strategy: "
             "use --datastates-prepared off, and report this"
         )
-
-
-class ThinChunk:
-    """Stands in for a model chunk; its sharded state dict has no tensors."""
-
-    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self._state = state
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._state()
 
 
 def mark_of(state: Mapping[str, Any]) -> Mark | None:

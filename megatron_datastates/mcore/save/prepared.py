@@ -7,7 +7,7 @@ objects are made by Megatron as in any save. Then we only look at what can diffe
 The tensors are those of the survey, under the names and in the places that the last full save gave them.
 
 Belongs here: what a full save notes (Preparation), and one prepared save (ThinSave). Does not belong here:
-which saves are prepared (preparing.py); what Megatron sees of it (marks.py).
+which saves are prepared (preparing.py).
 
 All ranks prepare, or none, if in a full save they exchange metadata. Any change, anything that cannot be
 proved and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.attributes import UnprovableError
 from megatron_datastates.mcore.save.extra_states import ExtraStates, extra_states
-from megatron_datastates.mcore.save.marks import MARK, Mark, ThinChunk
+from megatron_datastates.mcore.save.marks import MARK, Mark
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.rows import Rows, row_of, with_tensors
 from megatron_datastates.mcore.save.survey import (
@@ -72,7 +73,7 @@ class Preparation:
         self.rank, _ = self._conditions[-1]
         self.survey = Survey(call["model"], call["optimizer"])
         # Of the full save, and of prepared ones after it:
-        self.bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
+        self.bucket_states: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self.states: set[int] = set()  # ids of the other optimizers
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
         self._made: set[int] = set()  # ids of what the tensors of the full state dict are, or are views of
@@ -85,7 +86,7 @@ class Preparation:
     def note_buckets(self, optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
         """Notes the objects that a distributed optimizer stores beside its buckets, and their padding."""
         objects = {key: copy.copy(item) for key, item in state.items() if isinstance(item, ShardedObject)}
-        self.bucket_states[id(optimizer)] = (weakref.ref(optimizer), objects)
+        self.bucket_states[optimizer] = objects
         self._padding += padding
 
     def note_models(self, call: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -94,9 +95,8 @@ class Preparation:
         Raises:
             UnprovableError: one has values that cannot be proved to be unchanged.
         """
-        noted = [ref() for ref, _ in self.bucket_states.values()]
         optimizers = optimizers_in(call["optimizer"])
-        if any(one not in noted for one in optimizers if has_buckets(one)):
+        if any(one not in self.bucket_states for one in optimizers if has_buckets(one)):
             raise UnprovableError("the optimizer's state is not stored in buckets")
         self.states = {id(one) for one in optimizers if not has_buckets(one)}
         if self.states and "optimizer" not in state:
@@ -203,8 +203,8 @@ class ThinSave:
 
     def models(self) -> list[Any]:
         """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
-        count = len(self._preparation.extra_states)
-        return [ThinChunk(functools.partial(self._chunk, number)) for number in range(count)]
+        chunks = (functools.partial(self._chunk, at) for at in range(len(self._preparation.extra_states)))
+        return [types.SimpleNamespace(sharded_state_dict=chunk) for chunk in chunks]
 
     def buckets(self, optimizer: Any) -> dict[Any, Any]:
         """Returns a distributed optimizer's bucket state without tensors.
@@ -212,10 +212,10 @@ class ThinSave:
         Raises:
             UnprovableError: this is another optimizer.
         """
-        if id(optimizer) not in self._preparation.bucket_states:
+        objects = self._preparation.bucket_states.get(optimizer)
+        if objects is None:
             raise UnprovableError("an optimizer was added or replaced")
         self._used.add(id(optimizer))
-        _, objects = self._preparation.bucket_states[id(optimizer)]
         return {key: copy.copy(item) for key, item in objects.items()}
 
     def note_asked(self, optimizer: Any) -> None:
@@ -226,7 +226,7 @@ class ThinSave:
         """Raises UnprovableError if Megatron did not ask for all of the thin state."""
         prepared = self._preparation
         chunks = set(range(len(prepared.extra_states)))
-        optimizers = prepared.states.union(prepared.bucket_states)
+        optimizers = prepared.states.union(map(id, prepared.bucket_states))
         if self._used != chunks | optimizers:
             raise UnprovableError(
                 f"Megatron did not ask for the state of all {len(chunks)} model chunks and "
@@ -244,7 +244,7 @@ class ThinSave:
         self._frees = FENCE.frees
         self._current = self._preparation.survey.tensors_if_unchanged(call["optimizer"])
 
-    def _chunk(self, number: int) -> dict[str, Any]:
+    def _chunk(self, number: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns a model chunk's state without tensors. Notes that Megatron has asked for it.
 
         Raises:

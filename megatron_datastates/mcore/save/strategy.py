@@ -144,7 +144,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         directory = path_of(checkpoint_dir)
         iteration = _iteration(sharded_state_dict, directory)
         publication = self._start_state(sharded, directory, iteration, mode, self._extras())
-        publication.is_prepared, publication.not_prepared_because = sharded.is_thin, preparing.obstacle()
+        publication.is_prepared = sharded.thin is not None
+        publication.not_prepared_because = preparing.obstacle()
         return publication
 
     def _start_state(

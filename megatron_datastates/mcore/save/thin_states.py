@@ -26,6 +26,7 @@ _STEP = "step"
 # What Megatron does not store by parameter: it asks whether a name is in "step", and so are all its parts.
 _NOT_STORED = frozenset(_STEP[first:end] for first in range(5) for end in range(first, 5))
 _NAME = "stand-in"
+_STAND_IN, _MAIN_STAND_IN = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
 
 
 @contextlib.contextmanager
@@ -58,8 +59,8 @@ def _thin(optimizer: Any) -> Any:
     groups = getattr(optimizer, "fp32_from_float16_groups", None)
     thin.optimizer = _Inner(optimizer.optimizer, groups)
     if groups is not None:
-        thin.float16_groups = [[_stand_in()] if group else [] for group in groups]
-        thin.fp32_from_float16_groups = [[_main_stand_in()] if group else [] for group in groups]
+        thin.float16_groups = [[_STAND_IN] if group else [] for group in groups]
+        thin.fp32_from_float16_groups = [[_MAIN_STAND_IN] if group else [] for group in groups]
     return thin
 
 
@@ -73,13 +74,13 @@ class _Inner:
     def __init__(self, inner: Any, mains: list[list[Any]] | None) -> None:
         self._inner = inner
         self._mains = mains
-        self._state = {0: {_NAME: _stand_in(), **_step_of(inner)}} if inner.state else {}
+        self._state = {0: {_NAME: _STAND_IN, **_step_of(inner)}} if inner.state else {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         groups = self._inner.param_groups
         mains = [[]] * len(groups) if self._mains is None else self._mains
-        stand_ins = [_main_stand_in() if main else _stand_in() for main in mains]
+        stand_ins = [_MAIN_STAND_IN if main else _STAND_IN for main in mains]
         return [
             group | {"params": group["params"] and [one]}
             for group, one in zip(groups, stand_ins, strict=True)
@@ -118,15 +119,5 @@ def _without_data(item: Any) -> Any:
     return LocalNonpersistentObject(None) if isinstance(item, ShardedTensor) else item
 
 
-@functools.cache
-def _stand_in() -> torch.Tensor:
-    return torch.zeros(1, device="cpu")
-
-
-@functools.cache
-def _main_stand_in() -> torch.Tensor:
-    return torch.zeros(1, device="cpu")
-
-
 def _stand_in_shard() -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(_NAME, _stand_in())
+    return ShardedTensor.from_rank_offsets(_NAME, _STAND_IN)

@@ -7,14 +7,12 @@ here: the loads themselves (load.py); the search (pipeline/upkeep/fallback.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.files import any_path, path_of
 from megatron_datastates.format.directory import RELEASE_NAME, TRACKER_NAME, iteration_name
-from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.load.state import Load
 from megatron_datastates.mcore.training.arguments import run_arguments
 from megatron_datastates.pipeline.publishing.collectives import Collectives
@@ -107,8 +105,3 @@ def _non_persistent(args: Any) -> Path | None:
     if getattr(args, "non_persistent_ckpt_type", None) != "global" or not args.load:
         return None
     return path_of(args.non_persistent_global_ckpt_dir or path_of(args.load) / "non_persistent")
-
-
-def chosen(iteration: int) -> AbstractContextManager[None]:
-    """Lets Megatron load an iteration, as if the argument --ckpt-step named it."""
-    return replaced(run_arguments(), "ckpt_step", iteration)

@@ -113,9 +113,7 @@ def _take_step(step: int, group: dist.ProcessGroup, shards: list[_Shard]) -> Non
         shard.shape[dimension] = total[shard.key]
 
 
-def _dtensors(
-    state: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], DTensor]]:
+def _dtensors(state: Mapping[str, Any], path: _Path = ()) -> Iterator[tuple[_Path, DTensor]]:
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _dtensors(value, (*path, key))

@@ -28,13 +28,14 @@ from megatron_datastates.format.directory import (
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
+from megatron_datastates.mcore.hooks.attach import replaced
 from megatron_datastates.mcore.hooks.calls import parameters_of
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_caused_by_damage, is_of_files
 from megatron_datastates.mcore.load.opening import forget, is_ours, open_checkpoint
 from megatron_datastates.mcore.training.absent import problem_of_chosen, require_there
 from megatron_datastates.mcore.training.arguments import is_selected, options_of, run_arguments, uses_fsdp
-from megatron_datastates.mcore.training.damaged import chosen, damage_error
+from megatron_datastates.mcore.training.damaged import damage_error
 from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.publishing.collectives import Collectives, ranks_of
 from megatron_datastates.pipeline.runs.runs import has_file, may_be_ours
@@ -76,7 +77,7 @@ def wrap_load_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any
         print_rank_0(f"  datastates: {error} It is loaded now (--datastates-on-damage fallback)")
     gc.collect()  # what the failed load has made: its frames are in a cycle with its exception
     _expect_loader(purpose)
-    with chosen(older), state.opened(is_fallback=True):
+    with replaced(run_arguments(), "ckpt_step", older), state.opened(is_fallback=True):  # as by --ckpt-step
         return load()
 
 

@@ -96,12 +96,13 @@ def wrap_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     the data loader at its loaded position.
     """
     from megatron_datastates.mcore.training.device_cache import forget_saves  # imports torch
-    from megatron_datastates.pipeline.saver_pool import agree
+    from megatron_datastates.pipeline.saver_pool import agree, finish_objects
 
     global _loops
     if _options is not None:
         agree(_options)  # a load may have done so
-        registered(_options.providers, expects_loader=_saves_position())
+        saves_position = bool(getattr(run_arguments(), "dataloader_save", None))
+        registered(_options.providers, expects_loader=saves_position)
         _announce(_options)
     _require_restored_data(parameters_of(original).of_call(args, kwargs).get("train_data_iterator"))
     forget_saves()
@@ -109,17 +110,12 @@ def wrap_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return original(*args, **kwargs)
     except SystemExit as end:  # as --exit-interval and signals end it
-        _finish_objects()
+        finish_objects()
         if not end.code:  # others say more: those of the rerun state machine are for the launcher
             _require_last_save()
         raise
     finally:
         _loops -= 1
-
-
-def _saves_position() -> bool:
-    """Returns whether saves will include the position of the loop's data loader."""
-    return bool(getattr(run_arguments(), "dataloader_save", None))
 
 
 def _announce(options: Options) -> None:
@@ -146,11 +142,13 @@ def wrap_last_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     Raises:
         SaveFailedError: the last save has failed, and nothing has been raised for it.
     """
+    from megatron_datastates.pipeline.saver_pool import finish_objects
+
     if kwargs.get("terminate"):
         _say_what_is_awaited()
     result = original(*args, **kwargs)
     if kwargs.get("terminate") and not is_training():
-        _finish_objects()
+        finish_objects()
         _require_last_save()
     return result
 
@@ -203,12 +201,6 @@ def wrap_decision(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def _is_save_of_ours(call: Mapping[str, Any]) -> bool:
     chosen = run_arguments()
     return _saves_are_ours(chosen) and not _is_local(call, chosen)
-
-
-def _finish_objects() -> None:
-    from megatron_datastates.pipeline.saver_pool import finish_objects
-
-    finish_objects()
 
 
 def _require_restored_data(train_iterator: Any) -> None:

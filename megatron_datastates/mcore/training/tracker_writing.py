@@ -43,6 +43,8 @@ _is_near = False
 _is_ours = False
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
+# In place of the client that `dist_checkpointing.save` looks into a directory with: it finds nothing there.
+_NO_LOOK = types.SimpleNamespace(Path=lambda path: types.SimpleNamespace(iterdir=lambda: iter(())))
 _numbers = itertools.count()  # of saves, in the order in which they began
 # By run, of the save that its tracker names, if this process has written it: the number, and the save id.
 _tracked: dict[Path, tuple[int, SaveId]] = {}
@@ -103,7 +105,7 @@ def _without_directory(save: str) -> Iterator[None]:
     can_do_without = client is not None and not versions.installed().writes_common_file
     is_left = can_do_without and (_is_near or bool(getattr(checkpointing.get_args(), "async_save", False)))
     if is_left or (client is not None and is_object(save)):
-        serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
+        serialization.maybe_msc = _NO_LOOK
 
     def ensure_directory_exists(filename: Any, check_parent: bool = True) -> None:
         if check_parent:  # it is for a file of Megatron's own, as of a data loader's
@@ -114,7 +116,7 @@ def _without_directory(save: str) -> Iterator[None]:
             except OSError:
                 if not can_do_without:
                     raise
-                serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
+                serialization.maybe_msc = _NO_LOOK
 
     with contextlib.ExitStack() as block:
         block.enter_context(replaced(checkpointing, "ensure_directory_exists", ensure_directory_exists))
@@ -135,16 +137,6 @@ def _with_directory(checkpointing: Any, make: Callable[..., None]) -> Callable[.
         return original(model, checkpoint_name, *args, **kwargs)
 
     return save_sharded_modelopt_state
-
-
-class _Unreachable:
-    """Stands in for the path of a directory that is not looked into, in `dist_checkpointing.save`."""
-
-    def __init__(self, path: str) -> None:
-        pass
-
-    def iterdir(self) -> Iterator[Path]:
-        return iter(())
 
 
 def wrap_on_save_checkpoint_success(

@@ -150,7 +150,7 @@ class Tail:
         released = time.perf_counter()
         while self._later:
             first = self._later[-1]
-            if not first.is_fenced:
+            if isinstance(first, Empty) or not first.is_fenced:
                 self._read.set()
             if isinstance(first, Empty):
                 self._write_empty(writer, first)
