@@ -17,6 +17,7 @@ import torch
 
 from megatron_datastates.engine.memory import free_bytes, local_ranks
 from megatron_datastates.errors import RanksDifferError, SaveFailedError, describe_error
+from megatron_datastates.pipeline.near.places import kernel_id
 from megatron_datastates.pipeline.saver_pool import close_all
 from megatron_datastates.preflight import storage
 from megatron_datastates.preflight.checks import Check, Verdict, failed, merged, ok, tried
@@ -59,7 +60,9 @@ class Ranks:
         if self.size > 1:
             # As Megatron does; without a GPU, the default of torch.
             torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else None)
-        self.nodes = [str(node) for node in self.gathered(socket.gethostname())]
+        found = self.gathered((socket.gethostname(), kernel_id()))
+        self.nodes = [str(name) for name, _ in found]  # for people: all may have one name, as `localhost`
+        self.node_count = len({kernel for _, kernel in found})
 
     def gathered(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -91,7 +94,7 @@ def preflight(
         saves: how many.
         show: called with what is done next.
     """
-    result = Result(ranks.size, len(set(ranks.nodes)))
+    result = Result(ranks.size, ranks.node_count)
 
     def add(checks: list[Check], *, alike: bool = False) -> bool:
         result.checks += merged(ranks.gathered(checks), ranks.nodes, alike=alike)
@@ -141,7 +144,7 @@ def _try_out(ranks: Ranks, state: State, folder: Path, saves: int, result: Resul
             state,
             folder,
             saves,
-            (ranks.rank + (local_ranks() if len(set(ranks.nodes)) > 1 else 1)) % ranks.size,
+            (ranks.rank + (local_ranks() if ranks.node_count > 1 else 1)) % ranks.size,
             largest=lambda value: max(ranks.gathered(value)),
             total=lambda value: sum(ranks.gathered(value)),
             before=clean,
