@@ -186,7 +186,7 @@ _NOT_NOW = (
 
 def is_denied(error: Exception) -> bool:
     """Returns whether an error means that something cannot be read here and now, which shows no damage."""
-    if isinstance(error, EngineError):
+    if isinstance(error, EngineError | MemoryError):
         return True
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     return code in _NOT_NOW

@@ -164,10 +164,11 @@ def test_without_threads_a_rank_checks_its_share_itself(tmp_path, monkeypatch):
     assert look(tmp_path, 4, 1) == FallbackSearch(2, True, [])
 
 
-def test_a_rank_without_memory_or_threads_finds_no_damage(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lack", [EngineError("start reader thread", code=errno.EAGAIN), MemoryError()])
+def test_a_rank_without_memory_or_threads_finds_no_damage(tmp_path, monkeypatch, lack):
     """Else --datastates-on-damage fallback would load an older one than it must."""
     make(tmp_path, 1, 2, 3)
-    lacking = [EngineError("start reader thread: Resource temporarily unavailable", code=errno.EAGAIN)]
+    lacking = [lack]
     original = Reader.read
 
     def read(reader: Reader, *args: Any) -> ReadOutcome:
