@@ -19,6 +19,7 @@ from typing import Any
 
 INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
 NO_READER = 141  # likewise of SIGPIPE, which Python ignores
+_NO_THREAD = "can't start new thread"  # says Python's RuntimeError
 MODULES = {  # of the sub-commands
     "args": "args",
     "cat": "cat",
@@ -73,8 +74,9 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
     """Calls what `load` returns. After an interrupt, prints one line and raises SystemExit with code 130.
 
     An OSError that no command has expected, such as a full disk for the output, is one line and code 2; so is
-    a native module that is not built. Where nobody reads the output any more, nothing is printed, and the
-    code is 141.
+    a native module that is not built, and a lack of memory or threads. Any other error is a traceback and
+    code 2, since 1 would say that a checkpoint is damaged. Where nobody reads the output any more, nothing is
+    printed, and the code is 141.
     """
     _open_closed_streams()
     # Where SIGINT is ignored, as in the background of a shell's script, it stays so.
@@ -91,6 +93,8 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
                 _end_without_output(error)
             if isinstance(error, ImportError):
                 _end_without_native_module(error)
+            if isinstance(error, Exception):
+                _end_unexpectedly(error)
             raise
         _complain("datastates: interrupted")
         sys.exit(INTERRUPTED)
@@ -124,6 +128,18 @@ def _end_without_native_module(error: ImportError) -> None:
     if isinstance(error, NativeModuleError):
         _complain(f"datastates: {error}")
         sys.exit(2)
+
+
+def _end_unexpectedly(error: Exception) -> None:
+    if isinstance(error, MemoryError):
+        _complain("datastates: there is not enough memory: raise its limit, or lower --memory")
+    elif isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        _complain(f"datastates: {error}: raise the limit of processes (ulimit -u, or the container's)")
+    else:
+        import traceback
+
+        _complain(traceback.format_exc().rstrip("\n"))
+    sys.exit(2)
 
 
 def _complain(text: str) -> None:

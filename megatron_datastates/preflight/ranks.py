@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_datastates.pipeline.near.places import kernel_id
+
 
 class Ranks:
     """The ranks of a job of torchrun, or this process alone."""
@@ -23,7 +25,9 @@ class Ranks:
         if self.size > 1:
             # As Megatron does; without a GPU, the default of torch.
             torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else None)
-        self.nodes = [str(node) for node in self.gathered(socket.gethostname())]
+        found = self.gathered((socket.gethostname(), kernel_id()))
+        self.nodes = [str(name) for name, _ in found]  # for people: all may have one name, as `localhost`
+        self.node_count = len({kernel for _, kernel in found})
 
     def gathered(self, value: Any) -> list[Any]:
         if self.size == 1:

@@ -55,7 +55,7 @@ def preflight(
         saves: how many.
         show: called with what is done next.
     """
-    result = Result(ranks.size, len(set(ranks.nodes)))
+    result = Result(ranks.size, ranks.node_count)
 
     def add(checks: list[Check], *, alike: bool = False) -> bool:
         result.checks += merged(ranks.gathered(checks), ranks.nodes, alike=alike)

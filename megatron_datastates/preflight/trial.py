@@ -123,7 +123,7 @@ def save_and_load(ranks: Ranks, state: State, folder: Path, saves: int) -> Trial
         report = handle.wait()
         durable_s.append(ranks.largest(report["durable_ms"] / 1000))
     fence()
-    state.become((ranks.rank + (local_ranks() if len(set(ranks.nodes)) > 1 else 1)) % ranks.size)
+    state.become((ranks.rank + (local_ranks() if ranks.node_count > 1 else 1)) % ranks.size)
     state.clear()
     ranks.gathered(None)
     begin, fault = time.perf_counter(), None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from saving_rank import report
 
+from megatron_datastates.pipeline.near import places
 from megatron_datastates.preflight import run, storage
 from megatron_datastates.preflight.ranks import Ranks
 
@@ -24,8 +25,15 @@ def preflight(nodes: list[str], folder: str) -> None:
     result = run.preflight(ranks, Path("run"), 2 << 20, saves=2)
     checks = {check.name: [check.verdict.name, check.text] for check in result.checks}
     trial = None if result.trial is None else {"bytes": result.trial.bytes, "fault": result.trial.fault}
-    report(folder, good=result.is_good, checks=checks, trial=trial)
+    report(folder, good=result.is_good, nodes=result.nodes, checks=checks, trial=trial)
     ranks.close()
+
+
+def preflight_of_two_kernels(node: str, folder: str) -> None:
+    """Of two nodes with one name."""
+    places._BOOT_ID = Path(node, os.environ["RANK"])
+    places._BOOT_ID.write_text(os.environ["RANK"])
+    preflight([node] * 2, folder)
 
 
 def preflight_where_a_rank_differs(node: str, folder: str) -> None:

@@ -9,10 +9,16 @@ from tests.support.world import World
 def test_ranks_that_share_a_directory(world: World, tmp_path: Path) -> None:
     first, second = world.run("preflight_ranks:preflight", [str(tmp_path)] * 2)
     assert first == second and first["good"]
-    assert first["trial"] == {"bytes": 4 << 20, "fault": None}
+    assert first["nodes"] == 1 and first["trial"] == {"bytes": 4 << 20, "fault": None}
     assert first["checks"]["load"] == ["OK", "the same bits, each rank what another one has saved"]
     assert first["checks"]["shared directory"] == ["OK", "all ranks see the same files"]
     assert not (tmp_path / "run").exists()
+
+
+def test_nodes_of_one_name_are_not_taken_for_one(world: World, tmp_path: Path) -> None:
+    """Ranks would load what their own node has saved, and has in its page cache."""
+    first, second = world.run("preflight_ranks:preflight_of_two_kernels", tmp_path)
+    assert first == second and first["good"] and first["nodes"] == 2
 
 
 def test_nodes_that_do_not_share_it(world: World, tmp_path: Path) -> None:

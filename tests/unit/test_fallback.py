@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import megatron_datastates as ds
 from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop
+from megatron_datastates.engine.reader import Reader, ReadOutcome
+from megatron_datastates.errors import EngineError
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.upkeep.fallback import FallbackSearch, find_older_checkpoint
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -158,6 +162,22 @@ def test_without_threads_a_rank_checks_its_share_itself(tmp_path, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     assert look(tmp_path, 4, 1) == FallbackSearch(2, True, [])
+
+
+@pytest.mark.parametrize("lack", [EngineError("start reader thread", code=errno.EAGAIN), MemoryError()])
+def test_a_rank_without_memory_or_threads_finds_no_damage(tmp_path, monkeypatch, lack):
+    """Else --datastates-on-damage fallback would load an older one than it must."""
+    make(tmp_path, 1, 2, 3)
+    lacking = [lack]
+    original = Reader.read
+
+    def read(reader: Reader, *args: Any) -> ReadOutcome:
+        if lacking:
+            raise lacking.pop()
+        return original(reader, *args)
+
+    monkeypatch.setattr(Reader, "read", read)
+    assert look(tmp_path, 4, 9) == FallbackSearch(2, True, [3], unread=[3])
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 5])

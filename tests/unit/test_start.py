@@ -72,6 +72,26 @@ def test_without_the_native_module_commands_end_with_one_line_that_says_how_to_b
         assert "`make env`" in line and "`pip install .`" in line
 
 
+@pytest.mark.parametrize(
+    ("raised", "printed"),
+    [
+        ('RuntimeError("can\'t start new thread")', "datastates: can't start new thread: raise "),
+        ("MemoryError", "datastates: there is not enough memory: "),
+        ('ImportError("libtorch_cpu.so: failed to map segment")', "Traceback (most recent call last):\n"),
+    ],
+)
+def test_an_error_that_no_command_expects_does_not_end_with_the_code_of_damage(tmp_path, raised, printed):
+    program = (
+        "import sys; from megatron_datastates.cli import entry, listing\n"
+        f"def refused(*arguments): raise {raised}\n"
+        "listing.require_directory = refused\n"
+        f"sys.argv = ['datastates', 'ls', {str(tmp_path)!r}]; entry.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(printed), done.stderr
+
+
 def test_help_usage_errors_and_the_version_import_neither_torch_nor_numpy():
     lines = ["--help", "-h", "--version", "nonsense", "ls", "show --jsn x", "convert a b --ranks 0"]
     lines += [f"{command} --help" for command in COMMANDS]

@@ -565,3 +565,17 @@ def test_a_save_elsewhere_has_megatrons_tracker(root: Path, monkeypatch: pytest.
     arguments = SimpleNamespace(save=str(root))
     monkeypatch.setattr("megatron.training.checkpointing.get_args", lambda: arguments)
     assert tracker_writing.far_published(root / "non_persistent" / "iter_0000100") is None
+
+
+def test_what_megatron_writes_in_place_of_the_tracker_needs_no_file_in_memory(monkeypatch) -> None:
+    """A sandbox may refuse such files, and the error would be rank 0's alone, which ends the job."""
+    refused = Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
+    monkeypatch.setattr(tracker_writing, "_memory_file", None)
+    monkeypatch.setattr(tracker_writing, "_unused", None)
+    monkeypatch.setattr(tracker_writing, "msc_is_enabled", lambda: False)
+    with monkeypatch.context() as sandbox:
+        sandbox.setattr(os, "memfd_create", refused)
+        path = Path(tracker_writing._unused_tracker())
+    assert refused.called and path.read_text() == "0"
+    path = Path(tracker_writing._unused_tracker())  # as soon as it can be
+    assert path.is_relative_to("/proc/self/fd") and path.read_text() == "0"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
+from unittest import mock
 
 import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
+    EngineError,
     FormatError,
     StorageError,
     UnsupportedFormatError,
@@ -192,6 +196,15 @@ def test_an_optimizer_map_that_does_not_fit_is_found(tmp_path, saver, quick):
     verdict = verify(tmp_path, quick=quick, options=OPTIONS)
     (found,) = verdict.faults
     assert "'group.b.param' has shape (8,), and its optimizer map says (9,)" in found
+
+
+def test_an_optimizer_map_that_cannot_be_read_for_lack_of_memory_is_no_fault(tmp_path, saver, monkeypatch):
+    text = json.dumps({"format_version": 1, "buckets": []})
+    save(saver, tmp_path, {"w": torch.zeros(8)}, {"group.datastates_map/shard_0_1": [text]})
+    lack = EngineError("make staging slots: Cannot allocate memory", code=errno.ENOMEM)
+    monkeypatch.setattr(Reader, "read", mock.Mock(side_effect=lack))
+    verdict = verify(tmp_path, quick=True, options=OPTIONS)
+    assert not verdict.good and (verdict.faults, verdict.unread) == ([], [str(lack)])
 
 
 def test_a_fault_of_one_tensor_does_not_hide_that_of_another(tmp_path):

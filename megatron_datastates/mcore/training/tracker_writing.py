@@ -167,16 +167,17 @@ def _unused_tracker() -> str:
     """Returns a dummy tracker file, which Megatron writes, on rank 0 only, where an error would end the job.
 
     It names iteration 0, of which Megatron's retention deletes nothing. It is in memory, but for the
-    multi-storage client, which needs a directory.
+    multi-storage client, which needs a directory, and where a sandbox refuses such files.
     """
     global _memory_file, _unused
-    if msc_is_enabled():
+    if _memory_file is None and not msc_is_enabled():
+        with contextlib.suppress(OSError):
+            _memory_file = os.memfd_create(TRACKER_NAME)
+    if _memory_file is None or msc_is_enabled():
         _unused = _unused or tempfile.TemporaryDirectory(prefix="datastates-")
         path = Path(_unused.name, TRACKER_NAME)
         path.write_text("0")
         return str(path)
-    if _memory_file is None:
-        _memory_file = os.memfd_create(TRACKER_NAME)
     os.pwrite(_memory_file, b"0", 0)
     os.ftruncate(_memory_file, 1)
     return f"/proc/self/fd/{_memory_file}"

@@ -91,11 +91,11 @@ def near_folder(root: Path, checkpoint: Path) -> Path:
 def node_of(root: Path) -> int:
     """Returns a number that the ranks of one node share. Raises OSError if the directory is not there."""
     seen = root.stat()
-    name = f"{_kernel()} {seen.st_dev} {seen.st_ino}"
+    name = f"{kernel_id()} {seen.st_dev} {seen.st_ino}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") or 1
 
 
-def _kernel() -> str:
+def kernel_id() -> str:
     """Returns an identifier of this node's kernel: its containers may have several host names."""
     try:
         return _BOOT_ID.read_text()

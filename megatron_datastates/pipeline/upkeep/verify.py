@@ -259,7 +259,7 @@ def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
         return  # the checks of files and of their blocks report it
     except DataStatesError as error:
         if str(error) not in verdict.faults:
-            verdict.faults.append(str(error))
+            verdict.add(error)
         return
     partial = [key for key, state in states.items() if state.stored_elements < math.prod(state.global_shape)]
     if partial:
