@@ -1,25 +1,21 @@
 // The scope in which a thread of Python's runs native code without the GIL.
 #pragma once
 
-#include <nanobind/nanobind.h>
-#include <unistd.h>
+#include <Python.h>
 
 namespace datastates {
 
-// Releases the GIL for its lifetime. As nanobind::gil_scoped_release, but for a thread that wants the GIL
-// back while the interpreter ends, such as a daemon thread that loads: before 3.14, Python ends it by
-// pthread_exit, which aborts the process, because it unwinds past a destructor. So it sleeps here until the
-// process is over, as it does in 3.14.
+// PyEval_RestoreThread, but for a thread that wants the GIL back while the interpreter ends, such as a daemon
+// thread that loads. Before 3.14, Python ends it by pthread_exit, which unwinds its stack: a destructor on it
+// aborts the process, and in a wheel, with an unwinder of its own, any frame of C++ crashes it. So it sleeps
+// here until the process is over, as it does in 3.14.
+void RestoreThread(PyThreadState* thread);
+
+// Releases the GIL for its lifetime, as nanobind::gil_scoped_release.
 class WithoutGil {
  public:
   WithoutGil() noexcept : thread_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    try {
-      PyEval_RestoreThread(thread_);
-    } catch (...) {  // no exception, but the end of this thread
-      while (true) pause();
-    }
-  }
+  ~WithoutGil() { RestoreThread(thread_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 

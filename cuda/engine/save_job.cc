@@ -67,13 +67,9 @@ void SaveJob::FailWith(Make make) noexcept {
   changed_.NotifyAll();
 }
 
-void SaveJob::Fail(const Failure& failure) noexcept {
-  FailWith([&] { return failure; });
-}
-
 void SaveJob::FailIn(const char* operation, const std::exception& error) noexcept {
-  if (const auto* failure = dynamic_cast<const Failure*>(&error)) return Fail(*failure);
-  FailWith([&] { return Failure(operation, "", 0, error.what()); });
+  const auto* failure = dynamic_cast<const Failure*>(&error);
+  FailWith([&] { return failure != nullptr ? *failure : Failure(operation, "", 0, error.what()); });
 }
 
 void SaveJob::Cancel(const char* reason) noexcept {

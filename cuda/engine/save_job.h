@@ -70,9 +70,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   // Returns whether the milestone was reached within that time.
   bool Wait(Milestone milestone, double seconds);
-  // These three keep the first failure. They work without memory too, with a text that says so: an exception
+  // These two keep the first failure. They work without memory too, with a text that says so: an exception
   // out of a thread or a destructor would end the process.
-  void Fail(const Failure& failure) noexcept;
   void FailIn(const char* operation, const std::exception& error) noexcept;  // any but a Failure is described
   void Cancel(const char* reason) noexcept;
   Status status() const;

@@ -56,7 +56,7 @@ DataFile::DataFile(const std::string& path, bool direct, bool discard, Faults* f
 int DataFile::Open(int flags) {
   bool interrupted = false;
   return Uninterrupted([&] {
-    int code = Injected("open");
+    int code = faults_->Count("open").error;
     const auto open_with = [&](int more) {
       fd_ = open(path_.c_str(), flags | more | O_WRONLY | O_CLOEXEC, 0666);
       code = ErrorOf(fd_);
@@ -110,14 +110,19 @@ void DataFile::MakeDirectories() {
   check(directory);
 }
 
+template <typename Call>
+int DataFile::Attempt(const char* operation, Call call) {
+  return Uninterrupted([&] {
+    const int injected = faults_->Count(operation).error;
+    return injected != 0 ? injected : call();
+  });
+}
+
 void DataFile::Reserve(uint64_t bytes) {
   if (discard_) return;
   const std::string need = "needs " + std::to_string(bytes) + " bytes";
-  const int code = Uninterrupted([&] {
-    const int injected = Injected("reserve");
-    if (injected != 0 || bytes == 0) return injected;
-    return ErrorOf(fallocate(fd_, 0, 0, static_cast<off_t>(bytes)));
-  });
+  const int code = Attempt(
+      "reserve", [&] { return bytes == 0 ? 0 : ErrorOf(fallocate(fd_, 0, 0, static_cast<off_t>(bytes))); });
   if (code == 0) return;
   for (const int lacking : {ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM}) {
     if (code == lacking) throw FileFailure("reserve", path_, code, need);
@@ -157,18 +162,12 @@ void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
 }
 
 void DataFile::Truncate(uint64_t bytes) {
-  const int code = Uninterrupted([&] {
-    const int injected = Injected("truncate");
-    return injected != 0 ? injected : ErrorOf(ftruncate(fd_, static_cast<off_t>(bytes)));
-  });
+  const int code = Attempt("truncate", [&] { return ErrorOf(ftruncate(fd_, static_cast<off_t>(bytes))); });
   if (code != 0) Throw("truncate", code);
 }
 
 void DataFile::Sync() {
-  const int code = Uninterrupted([&] {
-    const int injected = Injected("sync");
-    return injected != 0 ? injected : ErrorOf(fsync(fd_));
-  });
+  const int code = Attempt("sync", [&] { return ErrorOf(fsync(fd_)); });
   if (code != 0) Throw("sync", code);
   for (const std::string& directory : directories_) SyncDirectory(directory);
 }
@@ -181,10 +180,7 @@ void DataFile::SyncDirectory(const std::string& directory) {
   });
   if (opened != 0) throw FileFailure("open directory", directory, opened);
   CloseInForkedChildOrNow(fd);
-  const int code = Uninterrupted([&] {
-    const int injected = Injected("sync directory");
-    return injected != 0 ? injected : ErrorOf(fsync(fd));
-  });
+  const int code = Attempt("sync directory", [&] { return ErrorOf(fsync(fd)); });
   ForgetDescriptor(fd);
   close(fd);
   // Some network file systems refuse to sync a directory; their metadata is synchronous.
@@ -192,7 +188,5 @@ void DataFile::SyncDirectory(const std::string& directory) {
 }
 
 void DataFile::Throw(const char* operation, int code) const { throw FileFailure(operation, path_, code); }
-
-int DataFile::Injected(const char* operation) { return faults_->Count(operation).error; }
 
 }  // namespace datastates

@@ -45,7 +45,8 @@ class DataFile {
   int Open(int flags);  // returns an errno, or 0
   void SyncDirectory(const std::string& directory);
   [[noreturn]] void Throw(const char* operation, int code) const;
-  int Injected(const char* operation);
+  template <typename Call>
+  int Attempt(const char* operation, Call call);  // returns an errno, injected or what `call` returns, or 0
 
   const HomeProcess home_;
   const std::string path_;

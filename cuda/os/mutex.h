@@ -1,11 +1,13 @@
 // A mutex, its lock and its condition variable, annotated for clang's thread-safety analysis, which `make
-// lint` runs if there is a clang. For every other compiler they only wrap std's.
+// lint` runs if there is a clang. For every other compiler they only wrap std::mutex and pthread_cond_t.
 //
 // Belongs here: locking. Does not belong here: any state that a lock protects.
 #pragma once
 
+#include <pthread.h>
+#include <time.h>
+
 #include <chrono>
-#include <condition_variable>
 #include <mutex>
 
 #if defined(__clang__)
@@ -77,27 +79,36 @@ inline std::chrono::steady_clock::time_point DeadlineAfter(double seconds) {
 }
 
 // Waits may return spuriously: call them in a loop that checks the condition.
+//
+// Not std::condition_variable: built for a glibc older than 2.30, as wheels are, it waits by the system's
+// clock. If that is set back meanwhile, a wait of 0.1 seconds takes as much longer.
 class CondVar {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
-  void Wait(Mutex& mutex) REQUIRES(mutex) {
-    std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
-    changed_.wait(lock);
-    lock.release();
+  CondVar() noexcept {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&changed_, &attributes);
+    pthread_condattr_destroy(&attributes);
   }
+  ~CondVar() { pthread_cond_destroy(&changed_); }
+  CondVar(const CondVar&) = delete;
+  CondVar& operator=(const CondVar&) = delete;
+
+  void Wait(Mutex& mutex) REQUIRES(mutex) { pthread_cond_wait(&changed_, mutex.mutex_.native_handle()); }
   // Returns false once the deadline has passed.
   bool WaitUntil(Mutex& mutex, Clock::time_point deadline) REQUIRES(mutex) {
-    std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
-    const bool in_time = changed_.wait_until(lock, deadline) == std::cv_status::no_timeout;
-    lock.release();
-    return in_time;
+    const std::chrono::nanoseconds at = deadline.time_since_epoch();
+    const timespec until{at.count() / 1'000'000'000, at.count() % 1'000'000'000};
+    return pthread_cond_timedwait(&changed_, mutex.mutex_.native_handle(), &until) == 0;
   }
-  void NotifyOne() noexcept { changed_.notify_one(); }
-  void NotifyAll() noexcept { changed_.notify_all(); }
+  void NotifyOne() noexcept { pthread_cond_signal(&changed_); }
+  void NotifyAll() noexcept { pthread_cond_broadcast(&changed_); }
 
  private:
-  std::condition_variable changed_;
+  pthread_cond_t changed_;
 };
 
 }  // namespace datastates

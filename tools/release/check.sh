@@ -9,8 +9,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 (($# >= 2)) || { echo "usage: $0 PYTHON DISTRIBUTION [REQUIREMENT...]" >&2; exit 2; }
 distribution=$(realpath "$2")
-tests=${TESTS:-tests/golden tests/native/test_crc32c.py tests/native/test_digests.py tests/native/test_writes.py
-  tests/native/test_structure.py tests/unit/test_activation.py tests/unit/test_conversion.py tests/unit/test_reader.py
+tests=${TESTS:-tests/golden tests/native/test_crc32c.py tests/native/test_digests.py tests/native/test_exports.py
+  tests/native/test_interpreter_end.py tests/native/test_structure.py tests/native/test_writes.py
+  tests/unit/test_activation.py tests/unit/test_conversion.py tests/unit/test_reader.py
   tests/unit/test_save_and_load.py tests/unit/test_verify.py}
 
 say() { printf '[check] %s\n' "$*"; }
