@@ -57,7 +57,9 @@ def play_all(campaign: Campaign, tally: Tally, default: int, play: str, facts: d
     folder = campaign.folder / tally.part / "rounds"
     folder.mkdir(parents=True)
     rounds = [[round_, rng.getrandbits(62)] for round_, rng in campaign.each_round(tally, default)]
-    (folder / "todo.json").write_text(json.dumps({"play": play, "facts": facts, "rounds": rounds}))
+    seconds = None if campaign.minutes is None else campaign.minutes * 60
+    todo = {"play": play, "facts": facts, "rounds": rounds, "seconds": seconds}
+    (folder / "todo.json").write_text(json.dumps(todo))
     campaign.forge.run(
         "tests.faults.campaign.isolated:serve",
         ranks=1,
@@ -66,7 +68,11 @@ def play_all(campaign: Campaign, tally: Tally, default: int, play: str, facts: d
         timeout_seconds=300 + ROUND_SECONDS * len(rounds),
     ).succeeded()
     found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
-    assert [each["round"] for each in found] == [round_ for round_, _ in rounds], "a round is missing"
+    played = rounds if seconds is None else rounds[: len(found)]
+    assert [each["round"] for each in found] == [round_ for round_, _ in played], "a round is missing"
+    if len(played) < len(rounds):
+        tally.count(f"not all of {len(rounds)} rounds: the time was over")
+    tally.rounds = len(played)
     for each in found:
         tally.outcomes.update(each["outcomes"])
         for violation in each["violations"]:
@@ -85,8 +91,11 @@ def serve(folder: str) -> None:
     module.prepare(todo["facts"])
     gc.collect()
     gc.freeze()
+    end = None if todo["seconds"] is None else time.monotonic() + todo["seconds"]
     with Path(folder, "found.jsonl").open("w") as results:
         for round_, seed in todo["rounds"]:
+            if end is not None and time.monotonic() > end:
+                break
             place = Path(folder, "place")
             place.mkdir()
             found = _forked(
