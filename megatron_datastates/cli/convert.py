@@ -171,8 +171,9 @@ class _Bars:
         if self._team.rank == 0:
             bar, stopped = progress_bar(stage), threading.Event()
             task = bar.add_task("", total=plan.bytes)
-            self._shown.enter_context(bar)
+            self._shown.callback(bar.stop)  # also if starting it is interrupted
             self._shown.callback(stopped.set)
+            bar.start()
 
             def follow() -> None:
                 while not stopped.wait(_REFRESHED_EVERY_SECONDS):

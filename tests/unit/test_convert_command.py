@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -374,6 +375,24 @@ def test_a_bar_counts_all_ranks(ranks: int, tmp_path: Path, monkeypatch: pytest.
         eventually(lambda task=task: task.completed == (300 if ranks > 1 else 100))
     for each in bars:
         each.close()
+
+
+def test_a_bar_whose_start_is_interrupted_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def start(self: Progress) -> None:
+        calls.append("start")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "start", start)
+    monkeypatch.setattr(Progress, "stop", lambda self: calls.append("stop"))
+    save_with_dcp(tmp_path / "a", {"a": torch.ones(1000)})
+    plan = plan_conversion(open_source(tmp_path / "a"), tmp_path / "b")
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(_Bars(Team())) as bars:
+        bars.start(plan, CONVERTING)
+    assert calls == ["start", "stop"]
 
 
 def test_a_conversion_that_fails_leaves_no_parents_and_names_the_target(

@@ -221,14 +221,15 @@ def _open_tensor(path: Path) -> ZarrTensor:
         packed = members.get("compressor") or members.get("filters")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise FormatError(f"{document} is damaged: {error}") from error
-    if version != 2 or not isinstance(spelled, str):
+    if version != 2 or not isinstance(spelled, str | list):  # a list is one of fields
         raise FormatError(f"{document} is damaged: it has zarr_format {version!r} and dtype {spelled!r}")
     sizes, least = (*shape, *chunks), (*(0 for _ in shape), *(1 for _ in chunks))
     if not len(shape) == len(chunks) <= _MOST_AXES or not all(
-        isinstance(size, int) and low <= size < 1 << 62 for size, low in zip(sizes, least, strict=True)
+        type(size) is int and low <= size < 1 << 62  # no bool
+        for size, low in zip(sizes, least, strict=True)
     ):
         raise FormatError(f"{document} is damaged: its shape {shape} with chunks {chunks} is impossible")
-    if packed or spelled not in _SPELLED or order != "C":
+    if packed or isinstance(spelled, list) or spelled not in _SPELLED or order != "C":
         raise UnsupportedFormatError(
             f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {order}; "
             "expected uncompressed little-endian numbers in C order, as Megatron wrote"
