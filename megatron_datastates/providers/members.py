@@ -50,7 +50,7 @@ def find_members(stream: BinaryIO) -> dict[str, Member]:
     try:
         with zipfile.ZipFile(stream) as archive:
             return _members(archive, stream)
-    except FormatError:
+    except (FormatError, MemoryError):
         raise
     except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"it is not an archive of torch.save: {error}") from error

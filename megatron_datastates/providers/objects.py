@@ -190,6 +190,8 @@ def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
     )
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    except MemoryError:
+        raise
     except Exception as error:
         raise UnsafeObjectError(f"object {key!r} was not loaded: {type(error).__name__}: {error}") from error
 
@@ -366,7 +368,7 @@ def _execute_pickle(data: bytes) -> None:
 def _guarded(load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except UnsafeObjectError:
+    except (UnsafeObjectError, MemoryError):  # a lack of memory shows no damage
         raise
     except Exception as error:  # a damaged pickle may raise anything
         text = str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"

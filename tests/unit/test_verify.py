@@ -207,6 +207,24 @@ def test_an_optimizer_map_that_cannot_be_read_for_lack_of_memory_is_no_fault(tmp
     assert not verdict.good and (verdict.faults, verdict.unread) == ([], [str(lack)])
 
 
+@pytest.mark.parametrize(
+    ("place", "lack"),
+    [
+        ("providers.objects.Unpickler.load", MemoryError()),
+        ("providers.members.zipfile.ZipFile", MemoryError()),
+        ("pipeline.loading.load.Checkpoint.read_object_bytes", EngineError("start reader thread")),
+    ],
+)
+def test_an_object_that_memory_or_threads_lack_for_is_neither_a_fault_nor_checked(
+    tmp_path, saver, monkeypatch, place, lack
+):
+    save(saver, tmp_path, {"w": torch.zeros(8)}, {"state": [1]})
+    monkeypatch.setattr(f"megatron_datastates.{place}", mock.Mock(side_effect=lack))
+    verdict = verify(tmp_path, options=OPTIONS)
+    why = str(lack) or "there is not enough memory"
+    assert (verdict.faults, verdict.unread) == ([], [f"object 'state': {why}"])
+
+
 def test_a_fault_of_one_tensor_does_not_hide_that_of_another(tmp_path):
     """`a` has a dtype of a later release, and the block with `w` is corrupt."""
     places = [(fragment("a", [8], [0], [8]), 0, 5000), (w(0, 8, 8), 0, 4096)]

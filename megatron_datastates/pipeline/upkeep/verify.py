@@ -22,6 +22,7 @@ from megatron_datastates.engine.reader import Reader, read_header, read_small
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
+    EngineError,
     NotACheckpointError,
     StorageError,
     UnsafeObjectError,
@@ -328,6 +329,9 @@ def _check_objects(checkpoint: Checkpoint, keys: Sequence[str], options: Options
     for key in keys:
         try:
             data = checkpoint.read_object_bytes(key)
+        except EngineError as error:
+            verdict.unread.append(f"object {key!r}: {error}")
+            continue
         except DataStatesError:
             continue  # the checks of files, of extents and of blocks report it
         _check_object(data, key, options, verdict)
@@ -340,6 +344,8 @@ def _check_object(data: bytes, key: str, options: Options, verdict: Verdict) -> 
         verdict.faults.append(str(error))
     except UnsafeObjectError as error:
         (verdict.notes if options.trust_objects else verdict.faults).append(str(error))
+    except MemoryError:
+        verdict.unread.append(f"object {key!r}: there is not enough memory")
 
 
 # -- data -----------------------------------------------------------------------------------------------
