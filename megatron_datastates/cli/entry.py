@@ -132,7 +132,7 @@ def _end_without_native_module(error: ImportError) -> None:
 
 def _end_unexpectedly(error: Exception) -> None:
     if isinstance(error, MemoryError):
-        _complain("datastates: there is not enough memory: raise its limit, or lower --memory")
+        _complain("datastates: there is not enough memory: raise its limit, or lower --memory if you pass it")
     elif isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         _complain(f"datastates: {error}: raise the limit of processes (ulimit -u, or the container's)")
     else:
