@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import STEPS, Reference
+from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 OPTIMIZER = {"dp_reshardable": [], "fully_reshardable": ["--dist-ckpt-optim-fully-reshardable"]}
 MODE = {"async": ["--async-save"], "sync": []}
 WRITERS = {"parallel_save": [], "plain_save": ["--no-ckpt-fully-parallel-save"]}
 ITERATIONS = ["--train-iters", str(STEPS)]
-SCHEDULES = {
-    # The next forward pass gathers weights, while they are copied.
-    "overlapped gathers": ["--overlap-grad-reduce", "--overlap-param-gather"],
-    "virtual stages": [
-        *(*LAYOUTS["pp2"], "--num-layers", "4"),
-        *("--num-layers-per-virtual-pipeline-stage", "1"),
-    ],
+OVERLAPPED = ["--overlap-grad-reduce", "--overlap-param-gather"]
+VIRTUAL = [*LAYOUTS["pp2"], "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
+SCHEDULES: dict[str, tuple[int, list[str]]] = {  # ranks, and arguments
+    "overlapped gathers": (2, OVERLAPPED),
+    "virtual stages": (2, VIRTUAL),
+    # With both, the pass after a save gathers all weights again, while they are copied.
+    "virtual stages with overlapped gathers": (4, [*OVERLAPPED, *VIRTUAL, "--global-batch-size", "4"]),
 }
 
 
@@ -66,11 +67,13 @@ def test_resumed_run_equals_uninterrupted_one(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_run_with_another_schedule_equals_the_uninterrupted_one(
-    schedule: str, pretraining: Pretraining, tmp_path: Path
+    schedule: str, forge: RankForge, tmp_path: Path
 ) -> None:
     """From a full save and from a prepared one. Each run saves at its end, which gathers the last weights."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    how = [*SCHEDULES[schedule], *ITERATIONS, "--ckpt-format", "datastates"]
+    ranks, arguments = SCHEDULES[schedule]
+    pretraining = Pretraining(forge, tmp_path / "runs", ranks=ranks)
+    how = [*arguments, *ITERATIONS, "--ckpt-format", "datastates"]
     only_last = ["--save-interval", "1000", "--save"]
     uninterrupted = pretraining.run(*how, *only_last, tmp_path / "uninterrupted")
     saved = pretraining.run(*how, "--async-save", "--save-interval", "2", "--save", checkpoints.root)
@@ -78,7 +81,7 @@ def test_run_with_another_schedule_equals_the_uninterrupted_one(
     for step in (2, 4):
         load = ["--load", checkpoints.root, "--ckpt-step", str(step)]
         resumed = pretraining.run(*how, *load, *only_last, tmp_path / f"resumed{step}")
-        assert [rank.begun_at for rank in resumed.ranks] == [step, step]
+        assert [rank.begun_at for rank in resumed.ranks] == [step] * ranks
         assert resumed.differences(uninterrupted) == []
 
 

@@ -195,7 +195,7 @@ def test_this_process_is_in_the_group_that_is_found_on_this_machine() -> None:
         ({"LOCAL_WORLD_SIZE": "-3"}, 1),
     ],
 )
-def test_launchers_tell_how_many_ranks_share_the_node(environment: Mapping[str, str], ranks: int) -> None:
+def test_launchers_say_how_many_ranks_share_the_node(environment: Mapping[str, str], ranks: int) -> None:
     assert local_ranks(environment) == ranks
 
 

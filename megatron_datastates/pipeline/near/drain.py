@@ -149,7 +149,7 @@ class Drain:
         self._changed.notify_all()
 
     def close(self, *, abandon: bool) -> None:
-        """Waits until the newest save, and all that were to be drained, are far; or gives them up.
+        """Waits until the newest save, and all that were to be drained, are far; or abandons them.
 
         Waits for as long as there is progress on this node or, on rank 0, on another. If it has waited in
         vain, a further call waits only if there is a further save, or was progress since.
