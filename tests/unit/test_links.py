@@ -815,9 +815,9 @@ def test_no_file_is_linked_beside_another_save_to_the_same_directory(tmp_path, b
 
 def test_a_slow_write_of_what_does_not_change_is_no_storage_that_hangs(tmp_path, monkeypatch, caplog):
     """The other file is whole by then, and all is copied."""
-    monkeypatch.setattr(lateness, "LATE_SECONDS", 0.6)
-    slow = ",".join(f"write:{n}:stall=200" for n in range(1, 30))  # four at a time
-    saver = new_saver(**LINKING, faults=slow, staging_memory=32 * MIB)
+    monkeypatch.setattr(lateness, "LATE_SECONDS", 1.2)
+    slow = ",".join(f"write:{n}:stall=200" for n in range(1, 30))
+    saver = new_saver(**LINKING, faults=slow, staging_memory=32 * MIB, write_threads=1)
     save(saver, tmp_path / "c", state_of() | {"base": frozen(1, 24 * MIB)})
     saver.close()
     assert "keeps all others waiting" not in caplog.text
