@@ -28,6 +28,7 @@ _LOCAL_RANKS = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_STEP_TASKS_PER_NODE",
 )
+_LIKELY_RANKS = 8  # on a node whose GPUs are not known
 # The files of a memory cgroup: limits, usage, and the field of memory.stat that counts cache, including that
 # of the groups below it.
 _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
@@ -56,12 +57,30 @@ def most_slots(staging_memory: int, slot_size: int, ranks: int) -> int:
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the number of this job's ranks on this node, or 1 if its launcher does not set it."""
+    return _set_by_launcher(environment) or 1
+
+
+def ranks_sharing_memory(
+    environment: Mapping[str, str] = os.environ, gpus: Path = Path("/proc/driver/nvidia/gpus")
+) -> int:
+    """Returns `local_ranks`; if the launcher does not set it (Ray's workers), the most that is likely.
+
+    That is one rank for each GPU of the machine, whichever this process sees. Where ranks are fewer, each has
+    less staging memory than it might, which is safe.
+    """
+    world = environment.get("WORLD_SIZE", "")
+    likely = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    most = min(int(world), likely or _LIKELY_RANKS) if world.isdecimal() else 1
+    return _set_by_launcher(environment) or max(most, 1)
+
+
+def _set_by_launcher(environment: Mapping[str, str]) -> int:
     for name in _LOCAL_RANKS:
         # Slurm writes "8(x2),4" if nodes differ; the largest number is the safe one.
         counts = re.findall(r"(?:^|,)\s*(\d+)", environment.get(name, ""))
         if any(map(int, counts)):
             return max(map(int, counts))
-    return 1
+    return 0
 
 
 def is_first_of_node(environment: Mapping[str, str] = os.environ) -> bool:

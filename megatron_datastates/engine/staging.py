@@ -21,7 +21,7 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
-from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
+from megatron_datastates.engine.memory import most_slots, ranks_sharing_memory, slot_bytes
 from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError, FailedCallError, some_of
 from megatron_datastates.format.index import Index
@@ -53,7 +53,7 @@ class StagingEngine:
         self.options = options
         self.given_up = False  # some thread did not end in time
         self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
-        self._most_slots = most_slots(options.staging_memory, self.slot_bytes, local_ranks())
+        self._most_slots = most_slots(options.staging_memory, self.slot_bytes, ranks_sharing_memory())
         self._bounded_for = 0  # slots: the most that were wanted so far
         with native.errors_for_users():
             self.native = native.Engine(
@@ -172,7 +172,7 @@ class StagingEngine:
         if self.options.staging_memory or slots <= self._bounded_for:
             return
         self._bounded_for = slots
-        made, more = int(self.native.pool()["slots"]), most_slots(0, self.slot_bytes, local_ranks())
+        made, more = int(self.native.pool()["slots"]), most_slots(0, self.slot_bytes, ranks_sharing_memory())
         self.native.limit(min(made + more, self._most_slots))
 
     def pool_facts(self) -> dict[str, object]:

@@ -15,6 +15,7 @@ from megatron_datastates.engine.memory import (
     is_first_of_node,
     local_ranks,
     most_slots,
+    ranks_sharing_memory,
     slot_bytes,
 )
 
@@ -197,6 +198,26 @@ def test_this_process_is_in_the_group_that_is_found_on_this_machine() -> None:
 )
 def test_launchers_say_how_many_ranks_share_the_node(environment: Mapping[str, str], ranks: int) -> None:
     assert local_ranks(environment) == ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "ranks"),
+    [
+        ({}, 8, 1),
+        ({"WORLD_SIZE": "64"}, 4, 4),
+        ({"WORLD_SIZE": "64"}, 0, 8),  # no GPU, or not NVIDIA's
+        ({"WORLD_SIZE": "2"}, 8, 2),
+        ({"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "2"}, 8, 2),
+        ({"WORLD_SIZE": "many"}, 8, 1),
+        ({"WORLD_SIZE": "0"}, 8, 1),
+    ],
+)
+def test_ranks_of_unknown_number_share_memory_as_one_for_each_gpu(
+    environment: Mapping[str, str], gpus: int, ranks: int, tmp_path: Path
+) -> None:
+    for number in range(gpus):
+        (tmp_path / "gpus" / f"0000:{number:02}:00.0").mkdir(parents=True)
+    assert ranks_sharing_memory(environment, tmp_path / "gpus") == ranks
 
 
 @pytest.mark.parametrize(
