@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,26 @@ def test_the_name_of_a_directory_in_the_tracker_means_that_one(root: Path, caplo
     tracker_recovery.mend(root / TRACKER_NAME)
     assert (root / TRACKER_NAME).read_text() == "100"
     assert read(root, "iter_") == read(root, "iter_100 ?") == "200"
+
+
+def test_a_rank_that_cannot_look_at_the_checkpoints_takes_what_the_others_have_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They wait for it in Megatron's `read_metadata`, which returns the highest iteration of all."""
+
+    def fail(*args: Any) -> dict[int, Path]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def highest(of_others: int) -> Callable[[str], tuple[int, bool]]:
+        return lambda name: (max(int(Path(name).read_text()), of_others), False)
+
+    monkeypatch.setattr(tracker_recovery, "complete_in", fail)
+    name = str(root / TRACKER_NAME)
+    (root / TRACKER_NAME).touch()
+    assert tracker_recovery.wrap_read_metadata(highest(200), name) == (200, False)
+    assert "the other ranks fall back to iteration 200" in caplog.text
+    with pytest.raises(OSError, match="Input/output"):  # nor has any other rank
+        tracker_recovery.wrap_read_metadata(highest(1), name)
 
 
 def test_a_copy_under_a_name_that_megatron_does_not_load_is_none_to_resume_from(root: Path) -> None:

@@ -21,20 +21,33 @@ from megatron_datastates.pipeline.runs.runs import complete_in, has_file
 from megatron_datastates.pipeline.runs.tracker import is_read_by_megatron, iteration_named
 
 logger = logging.getLogger(__name__)
+_LOWEST = 1  # iteration, of a rank that cannot look at the checkpoints
 
 
 def wrap_read_metadata(original: Callable[..., Any], tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
     """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
     tracker = any_path(tracker_filename)
     text = _damaged_text(tracker)
-    iteration = None if text is None else _fallback(tracker, text)
+    error = None
+    try:
+        iteration = None if text is None else _fallback(tracker, text)
+    except OSError as raised:  # the other ranks wait for this one in the original
+        iteration, error = _LOWEST, raised
     if iteration is None:
         return original(tracker_filename, *args, **kwargs)
-    # The original also communicates with the other ranks, so it is called with a corrected tracker.
+    # The original also communicates with the other ranks, so it is called with a corrected tracker. It returns
+    # the highest iteration that any rank has found.
     with tempfile.TemporaryDirectory() as directory:
         corrected = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
         corrected.write_text(str(iteration))
-        return original(str(corrected), *args, **kwargs)
+        found = original(str(corrected), *args, **kwargs)
+    if error is not None:
+        if found[0] == _LOWEST:
+            raise error
+        logger.warning(
+            "%s is damaged; the other ranks fall back to iteration %d (%s)", tracker, found[0], error
+        )
+    return found
 
 
 def mend(tracker: Path) -> None:
