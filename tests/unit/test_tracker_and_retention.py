@@ -24,6 +24,7 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.config import Options
+from megatron_datastates.engine import atomic_files
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
@@ -277,17 +278,22 @@ def test_retention_waits_for_a_tracker_that_is_being_written(
     assert deleted(root, 100)
 
 
-def test_a_deletion_takes_the_manifest_first(root: Path) -> None:
+def test_a_deletion_takes_the_manifest_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And syncs the directory before anything else goes."""
     (root / TRACKER_NAME).write_text("200")
-    left: list[list[str]] = []
+    left: list[tuple[str, list[str]]] = []
     folder = root / "iter_0000100"
     (folder / "data").write_text("")
+
+    def look(when: str) -> None:
+        left.append((when, sorted(one.name for one in folder.iterdir())))
+
+    monkeypatch.setattr(atomic_files, "sync_directory", lambda directory: look("synced"))
     delete = functools.partial(
-        retention.wrap_async_delete_checkpoint_impl,
-        lambda path, number: left.append(sorted(one.name for one in folder.iterdir())),
+        retention.wrap_async_delete_checkpoint_impl, lambda path, number: look("deleted")
     )
     delete(str(root), 100)
-    assert left == [["data"]]
+    assert left == [("synced", ["data"]), ("deleted", ["data"])]
 
 
 def test_retention_leaves_a_checkpoint_that_was_moved_elsewhere(root: Path, tmp_path_factory, caplog) -> None:

@@ -28,10 +28,9 @@ from typing import Any
 
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
-from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.mcore.training.tracker_recovery import mend
-from megatron_datastates.pipeline.near.removal import remove_folder
+from megatron_datastates.pipeline.near.removal import remove_folder, remove_manifest
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.runs import find_iterations, is_complete, is_named_by_megatron
 from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration
@@ -201,7 +200,7 @@ def wrap_async_delete_checkpoint_impl(
             logger.warning("%s is not deleted: a save is writing to it", directory)
         else:
             with contextlib.suppress(OSError):  # Megatron's own attempt says why it failed
-                (directory / MANIFEST_NAME).unlink()
+                remove_manifest(directory)
             _collecting(original)(save_path, iteration_to_delete, *args, **kwargs)
     finally:
         _deletions.pop(directory, None)

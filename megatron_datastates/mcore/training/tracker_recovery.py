@@ -35,8 +35,8 @@ def wrap_read_metadata(original: Callable[..., Any], tracker_filename: str, *arg
         iteration, error = _LOWEST, raised
     if iteration is None:
         return original(tracker_filename, *args, **kwargs)
-    # The original also communicates with the other ranks, so it is called with a corrected tracker. It returns
-    # the highest iteration that any rank has found.
+    # The original also communicates with the other ranks, so it is called with a corrected tracker. It
+    # returns the highest iteration that any rank has found.
     with tempfile.TemporaryDirectory() as directory:
         corrected = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
         corrected.write_text(str(iteration))

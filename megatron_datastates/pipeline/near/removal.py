@@ -19,10 +19,20 @@ from megatron_datastates.pipeline.near.places import folders_of_run, manifest_in
 from megatron_datastates.stores import remove_below
 
 
+def remove_manifest(folder: Path) -> None:
+    """Removes a checkpoint's manifest; a crash does not bring it back without its files. Raises OSError."""
+    (folder / MANIFEST_NAME).unlink()
+    if not is_object(folder):
+        # It imports the native module: not in a run that has only checkpoints of other formats.
+        from megatron_datastates.engine.atomic_files import sync_directory
+
+        sync_directory(folder)
+
+
 def remove_folder(folder: Path) -> None:
     """Removes a checkpoint's directory, its manifest first. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        (folder / MANIFEST_NAME).unlink()
+        remove_manifest(folder)
     if is_object(folder):
         remove_below(folder)
     else:
