@@ -298,8 +298,8 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| trainer held by a synchronous save of 2.00 GiB in 3,084 tensors | 21 ms | 900 ms |" in text
     assert "| trainer held by an asynchronous save of the same | 4 ms | 310 ms |" in text
-    what = "Megatron's loop held by an asynchronous save of 405 MB in every iteration, one rank (`torch_dist`: forking)"
-    assert f"| {what} | 15 ms | 769 ms |" in text
+    what = "Megatron's loop held by an asynchronous save of 405 MB in every iteration, one rank"
+    assert f"| {what} (`torch_dist`: forking) | 15 ms | 769 ms |" in text
     assert "20 iterations end to end (12.3 s without saves) | 14.6 s | 769.0 s |" in text
     assert "with a save every 10 iterations (12.3 s without saves) | 13.2 s |  |" in text
     assert "2027-01-02; torch 2.11.0" in text and "2027-01-03" in text
