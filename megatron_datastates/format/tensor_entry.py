@@ -37,6 +37,11 @@ class TensorEntry:
             extent = Extent(int(self.files[i]), int(self.file_offsets[i]), int(self.file_bytes[i]))
             yield Fragment(key, self.dtype, self.global_shape, offset, shape), extent
 
+    def take(self, numbers: npt.NDArray[np.intp]) -> TensorEntry:
+        """Returns the tensor with some of its fragments, in this order."""
+        names = ("offsets", "shapes", "files", "file_offsets", "file_bytes")
+        return dataclasses.replace(self, **{name: getattr(self, name)[numbers] for name in names})
+
     def columns(self) -> Words:
         """Returns the fragments as the columns of a section."""
         dims = len(self.global_shape)
