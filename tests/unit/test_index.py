@@ -14,6 +14,7 @@ from megatron_datastates.format.index import Index, build_index, index_entry
 from megatron_datastates.format.merging import merge_indexes
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import DTYPES, Extent, Fragment, element_bytes
+from tests.support.fragments import fragments_of
 from tests.unit.by_hand import fragment, index_of
 
 FILES = 4
@@ -39,7 +40,7 @@ OBJECTS = st.dictionaries(st.text(max_size=12), st.integers(0, FILES - 1), max_s
 
 
 def contents(index: Index) -> dict[str, list[tuple[Fragment, Extent]]]:
-    return {key: list(entry.fragments(key)) for key, entry in index.tensors.items()}
+    return {key: list(fragments_of(entry, key)) for key, entry in index.tensors.items()}
 
 
 @given(entries(), OBJECTS, st.booleans())
@@ -164,7 +165,9 @@ def test_preloaded_sections_are_read_once_in_the_order_of_the_file():
     index.preload(["d", "a", "no such key", "c"])
     assert len(asked) == 3
     assert asked == sorted(asked)
-    assert [list(index.tensor(key).fragments(key)) for key in "acd"] == [contents(MANY)[key] for key in "acd"]
+    assert [list(fragments_of(index.tensor(key), key)) for key in "acd"] == [
+        contents(MANY)[key] for key in "acd"
+    ]
     assert len(asked) == 3
     index.preload("abcd")
     assert len(asked) == 4
