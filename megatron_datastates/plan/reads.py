@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
 from megatron_datastates.plan.frames import FramedBox
 
+T = TypeVar("T")
 _BLOCK_BITS = 42  # of the number of a block: data files have less than 2^62 bytes
 
 
@@ -107,6 +109,21 @@ def apart_from_direct(spans: ReadSpans, cached: npt.NDArray[np.bool_]) -> npt.ND
     first, last = file + spans.offsets // block, file + (spans.ends() - np.uint64(1)) // block
     direct = np.concatenate([first[~cached], last[~cached]])
     return cached & ~((last - first <= 1) & np.isin(first, direct) & np.isin(last, direct))
+
+
+def in_groups(items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Groups what is read together, in order. What has more bytes by itself is a group by itself."""
+    group: list[T] = []
+    room = most_bytes
+    for item in items:
+        size = bytes_of(item)
+        if group and size > room:
+            yield group
+            group, room = [], most_bytes
+        group.append(item)
+        room -= size
+    if group:
+        yield group
 
 
 def plan_extent(extent: Extent) -> BoxReads:
