@@ -127,7 +127,7 @@ def plan_strided(
     Raises:
         FormatError: a part of the box is not stored.
     """
-    order = sorted(range(len(shape)), key=lambda d: strides[d], reverse=True)  # frames are cut by rows
+    order = sorted(range(len(shape)), key=lambda d: strides[d], reverse=True)  # windows of frames are cut so
     shape, strides, target_strides = ([sizes[d] for d in order] for sizes in (shape, strides, target_strides))
     (starts, ends), item = _bounds(line), element_bytes(line.dtype)
     end = begin + footprint_elements(shape, strides)
