@@ -14,10 +14,12 @@ from megatron_datastates.convert.sources.by_parameter import tensors_by_paramete
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Slice, Source, SourceTensor, fragment_with
 from megatron_datastates.errors import FormatError
+from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.pipeline.loading.optimizer import BucketStates, has_optimizer_maps
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.reads import ScheduledRead
+from megatron_datastates.plan.strided import fragment_at
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +91,9 @@ class ByParameter:
         within = zip(offset, piece.shard.offset, piece.shard.strides, strict=True)
         begin = piece.begin + piece.shard.start + sum((o - s) * stride for o, s, stride in within)
         line = state.line(piece.key)
-        fragment = line.fragment(begin * line.item, piece.key)
-        at = int(line.file_offsets[fragment]) + begin * line.item - int(line.starts[fragment])
+        fragment = fragment_at(line, begin, piece.key)
+        after = begin - int(line.offsets[fragment, 0])  # elements
+        at = int(line.file_offsets[fragment]) + after * element_bytes(line.dtype)
         return f"{line.files[fragment]:09d}", at
 
 

@@ -14,29 +14,23 @@ import time
 
 from megatron_datastates.errors import OptionError
 
-NATIVE_OPERATIONS = ("open", "reserve", "write", "truncate", "sync", "sync directory", "read")
-SMALL_FILES = ("index", "manifest", "metadata")
 SMALL_FILE_OPERATIONS = tuple(
-    f"{step} {file}" for file in SMALL_FILES for step in ("write", "rename", "sync directory of", "durable")
+    f"{step} {file}"
+    for file in ("index", "manifest", "metadata")
+    for step in ("write", "rename", "sync directory of", "durable")
 )
 REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove file", "remove directory")
-OBJECT_REMOVAL_OPERATIONS = ("write removal",)  # what precedes those in an object store
-LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
-LINK_OPERATIONS = ("link", "sync link")
-DRAIN_OPERATIONS = ("drain read", "drain write", "drain sync", "drain rename")
-REPLICA_OPERATIONS = ("replica read", "replica sync", "replica rename")
-WEIGHTS_OPERATIONS = ("write journal", "write weights", "publish weights", "remove replaced", "renew sums")
 OPERATIONS = (
-    *NATIVE_OPERATIONS,
+    "open", "reserve", "write", "truncate", "sync", "sync directory", "read",  # the native module's
     *SMALL_FILE_OPERATIONS,
     *REMOVAL_OPERATIONS,
-    *OBJECT_REMOVAL_OPERATIONS,
-    *LEFT_OVER_OPERATIONS,
-    *LINK_OPERATIONS,
-    *DRAIN_OPERATIONS,
-    *REPLICA_OPERATIONS,
-    *WEIGHTS_OPERATIONS,
-)
+    "write removal",  # precedes those in an object store
+    "look at left-over", "remove left-over",
+    "link", "sync link",
+    "drain read", "drain write", "drain sync", "drain rename",
+    "replica read", "replica sync", "replica rename",
+    "write journal", "write weights", "publish weights", "remove replaced", "renew sums",
+)  # fmt: skip
 
 
 class Faults:

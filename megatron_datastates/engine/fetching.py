@@ -92,9 +92,6 @@ class _Held:
         native.close_in_forked_child(self._descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
-    def set_size(self, size: int) -> None:
-        os.truncate(self._descriptor, size)
-
     def write(self, data: bytes, offset: int) -> None:
         view = memoryview(data)
         while view:
@@ -109,7 +106,7 @@ class _Held:
 def _fetch(path: Path, data_bytes: int, window: Window) -> _Held:
     held = _Held()
     try:
-        held.set_size(data_bytes)
+        os.truncate(held.path, data_bytes)
         for begin, end in window.pieces:
             held.write(stores.read(path, begin, end - begin), begin)
     except BaseException as error:

@@ -164,10 +164,9 @@ def _current_stream() -> int:
 
 def read_small(path: Path, most_bytes: int) -> bytes:
     """Reads a whole file. Raises StorageError, also if it has more than `most_bytes`."""
-    try:
-        return read_regular(path, most_bytes)
-    except OSError as error:
-        raise _unreadable(f"cannot read {path}", path, error) from error
+    with _reading(f"cannot read {path}", path):
+        data = read_regular(path, most_bytes)
+    return data
 
 
 def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
@@ -177,20 +176,17 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
         StorageError: the file cannot be read.
         FormatError: its size is not `expected_bytes`.
     """
-    try:
+    text = f"cannot read {path}"
+    with _reading(text, path):
         file = open_regular(path, INDEX_BYTES, _READ_AHEAD_BYTES)
         size = size_of(file)
-    except OSError as error:
-        raise _unreadable(f"cannot read {path}", path, error) from error
     with file:
         if size != expected_bytes:
             raise FormatError(f"{path} is damaged: it has {size} bytes, its manifest says {expected_bytes}")
         for offset, count in ranges:
-            try:
+            with _reading(text, path):
                 file.seek(offset)
                 data = file.read(count)
-            except OSError as error:
-                raise _unreadable(f"cannot read {path}", path, error) from error
             yield data
 
 
@@ -226,23 +222,23 @@ def read_header(path: Path, expected_bytes: int) -> Header:
 @contextlib.contextmanager
 def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
     """Opens a data file and checks its size; an OSError in the body becomes a StorageError."""
-    try:
+    with _reading(f"data file {path} cannot be opened", path):
         file = open_regular(path)
+    with file, _reading(f"data file {path} cannot be read", path):
+        size = size_of(file)
+        if size != expected_bytes:
+            raise StorageError(
+                f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
+                f"it was truncated or replaced; {_ADVICE}"
+            )
+        yield file
+
+
+@contextlib.contextmanager
+def _reading(text: str, path: Path) -> Iterator[None]:
+    """Raises a StorageError that begins with `text` in place of an OSError."""
+    try:
+        yield
     except OSError as error:
-        raise _unreadable(f"data file {path} cannot be opened", path, error) from error
-    with file:
-        try:
-            size = size_of(file)
-            if size != expected_bytes:
-                raise StorageError(
-                    f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
-                    f"it was truncated or replaced; {_ADVICE}"
-                )
-            yield file
-        except OSError as error:
-            raise _unreadable(f"data file {path} cannot be read", path, error) from error
-
-
-def _unreadable(text: str, path: Path, error: OSError) -> StorageError:
-    advice = f"; {_ADVICE}" if error.errno == errno.ENOENT else ""
-    return StorageError.of(error, path, f"{text}: {error.strerror}{advice}", "read")
+        advice = f"; {_ADVICE}" if error.errno == errno.ENOENT else ""
+        raise StorageError.of(error, path, f"{text}: {error.strerror}{advice}", "read") from error

@@ -6,7 +6,6 @@ them. zstandard is imported at first use: checkpoints without codecs do not need
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
@@ -17,23 +16,8 @@ import numpy as np
 from megatron_datastates.errors import CorruptDataError, optional_package
 
 FRAME_BYTES = 1 << 20  # logical bytes of each frame but the last
-NONE, ZSTD, PLANES = 0, 1, 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """What is known of a codec."""
-
-    name: str
-    uses_items: bool
-
-
-# By number in a tail entry. Numbers are never reused.
-CODECS = {
-    NONE: Codec("none", uses_items=False),
-    ZSTD: Codec("zstd", uses_items=False),
-    PLANES: Codec("byte planes, zstd", uses_items=True),
-}
+NONE, ZSTD, PLANES = 0, 1, 2  # in a tail entry
+CODECS = {NONE: "none", ZSTD: "zstd", PLANES: "byte planes, zstd"}  # numbers are never reused
 _contexts = threading.local()
 
 

@@ -12,6 +12,7 @@ Belongs here: an index as a whole, its bytes, and its name. Does not belong here
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -101,16 +102,8 @@ class Index:
         for key, entry in self.tensors.items():
             mine = np.flatnonzero(entry.files == file)
             if len(mine):
-                tensors[key] = TensorEntry(
-                    entry.dtype,
-                    entry.global_shape,
-                    entry.offsets[mine],
-                    entry.shapes[mine],
-                    np.zeros(len(mine), np.uint32),
-                    entry.file_offsets[mine],
-                    entry.file_bytes[mine],
-                    entry.encoded,
-                )
+                files = np.zeros(len(mine), np.uint32)
+                tensors[key] = dataclasses.replace(entry.take(mine), files=files)
         objects, streams = (
             {key: 0 for key, place in places.items() if place == file}
             for places in (self.objects, self.streams)

@@ -35,12 +35,11 @@ class Rows:
     words: Words
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Directory, int]]) -> Rows:
-        """Returns the rows of directories without packed sections, each with the ordinal of its data file."""
-        directories = [directory for directory, _ in parts]
+    def of(cls, directories: Sequence[Directory]) -> Rows:
+        """Returns the rows of the directories of own indexes, which are in the order of the data files."""
         names, ids = _number_keys(directories)
         keys = np.concatenate([np.zeros(0, KEY), *(directory.keys for directory in directories)])
-        files = np.repeat([file for _, file in parts], [len(directory.keys) for directory in directories])
+        lengths = [len(directory.keys) for directory in directories]
         words = [np.frombuffer(directory.sections, "<u8") for directory in directories]
         return cls(
             names,
@@ -49,7 +48,7 @@ class Rows:
             keys["dtype"],
             keys["flags"],
             keys["fragments"].astype(np.int64),
-            files,
+            np.repeat(np.arange(len(directories)), lengths),
             starts(keys["ndim"]),
             starts(keys["stored_bytes"]) // 8,
             np.concatenate([np.zeros(0, np.int64), *(directory.shapes for directory in directories)]),

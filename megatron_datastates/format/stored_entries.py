@@ -49,7 +49,7 @@ class StoredTensors(Mapping[str, TensorEntry]):
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
-        """Key -> row. Made on demand, since merging many indexes does not need it."""
+        """Key -> row."""
         names = [self.directory.text(name) for name in self.directory.key_names()]
         numbers = {key: number for number, key in enumerate(names)}
         if len(numbers) != len(names):

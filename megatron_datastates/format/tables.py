@@ -157,13 +157,6 @@ class Directory:
             )
         ]
 
-    def is_plain(self) -> bool:
-        """Returns whether no section is packed, as in a rank's own index."""
-        keys = self.keys
-        few = (keys["fragments"] <= keys["stored_bytes"]).all()  # so that the product below fits
-        plain = 16 * keys["fragments"] * (keys["ndim"].astype(np.uint64) + np.uint64(1))
-        return bool(few and (plain == keys["stored_bytes"]).all())
-
 
 def starts(lengths: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
     """Returns where each of many neighbours begins, given their lengths."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
-from megatron_datastates.format.codecs import CODECS, NONE, frame_count, frame_lengths
+from megatron_datastates.format.codecs import CODECS, NONE, PLANES, frame_count, frame_lengths
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import decode_name
 
@@ -44,7 +44,7 @@ class TailEntry(NamedTuple):
     stored_bytes: int
     bytes: int  # logical ones: of what it decodes to
     codec: int = NONE
-    item_bytes: int = 0  # for codecs that look at items
+    item_bytes: int = 0  # for byte planes
     frame_sizes: tuple[int, ...] = ()  # as stored; none without a codec
     sha256: Digest = NOT_RECORDED  # of the logical bytes
 
@@ -137,7 +137,7 @@ def _check_sizes(entry: TailEntry, where: str) -> None:
                 f"for {entry.bytes} logical bytes; expected no frame and the same number of bytes"
             )
         return
-    if CODECS[entry.codec].uses_items and entry.item_bytes == 0:
+    if entry.codec == PLANES and entry.item_bytes == 0:
         raise FormatError(f"{what} has items of 0 bytes")
     if len(entry.frame_sizes) != frame_count(entry.bytes) or sum(entry.frame_sizes) != entry.stored_bytes:
         raise FormatError(

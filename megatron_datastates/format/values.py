@@ -86,11 +86,7 @@ class SaveId:
         """Returns the save id that `str` has turned into text; None for any other text."""
         match = re.fullmatch(_SAVE_ID, text, re.ASCII)
         found = None if match is None else cls(int(match["run"], 16), int(match["ordinal"]))
-        return found if found is not None and str(found) == text and found.is_possible() else None
-
-    def is_possible(self) -> bool:
-        """Returns whether both numbers are in their ranges."""
-        return 0 <= self.run_id < 1 << 64 and 1 <= self.ordinal < 1 << 64
+        return found if found is not None and str(found) == text and 1 <= found.ordinal < 1 << 64 else None
 
     def data_file_name(self, rank: int, group: int = 0) -> str:
         """Returns the name of a rank's data file for a group of tensors, which no other save uses."""

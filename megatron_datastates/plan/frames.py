@@ -36,10 +36,6 @@ class FramedBox:
         begin = self.first * self.item_bytes
         return begin, begin + footprint_elements(self.lengths, self.strides) * self.item_bytes
 
-    def moved(self, target_bytes: int) -> FramedBox:
-        """Returns the same box with a destination that many bytes further on."""
-        return dataclasses.replace(self, target=self.target + target_bytes)
-
 
 def plan_range(file: int, entry: TailEntry, begin: int, size: int) -> FramedBox:
     """Plans to read `size` logical bytes of an entry from `begin` on."""

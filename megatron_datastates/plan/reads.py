@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
 from megatron_datastates.plan.frames import FramedBox
 
+T = TypeVar("T")
 _BLOCK_BITS = 42  # of the number of a block: data files have less than 2^62 bytes
 
 
@@ -33,10 +35,6 @@ class BoxReads:
     def bytes(self) -> int:
         """How many bytes it delivers."""
         return len(self.offsets) * self.rows * self.row_bytes
-
-    def moved(self, target_bytes: int) -> BoxReads:
-        """Returns the same reads with a destination that many bytes further on."""
-        return dataclasses.replace(self, targets=self.targets + np.uint64(target_bytes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +111,21 @@ def apart_from_direct(spans: ReadSpans, cached: npt.NDArray[np.bool_]) -> npt.ND
     return cached & ~((last - first <= 1) & np.isin(first, direct) & np.isin(last, direct))
 
 
+def in_groups(items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Groups what is read together, in order. What has more bytes by itself is a group by itself."""
+    group: list[T] = []
+    room = most_bytes
+    for item in items:
+        size = bytes_of(item)
+        if group and size > room:
+            yield group
+            group, room = [], most_bytes
+        group.append(item)
+        room -= size
+    if group:
+        yield group
+
+
 def plan_extent(extent: Extent) -> BoxReads:
     """Plans to read a whole extent, as stored, into a destination of the same size."""
     one = np.array([extent.offset], np.uint64)
@@ -139,29 +152,43 @@ def plan_box(
     start: Sequence[int],
     lengths: Sequence[int],
     target_strides: Sequence[int],
+    target: int = 0,
 ) -> BoxReads | FramedBox:
     """Plans to read the box [start, start + lengths), in coordinates of one stored fragment.
 
     Args:
-        target_strides: of the destination, in elements; the box's first byte goes to its first byte.
+        target_strides: of the destination, in elements.
+        target: where the box's first byte goes, in bytes from the destination's first.
+    """
+    strides = contiguous_strides(entry.shapes[fragment].tolist())
+    first = sum(s * n for s, n in zip(start, strides, strict=True))
+    return plan_elements(entry, fragment, first, lengths, strides, target_strides, target)
+
+
+def plan_elements(
+    entry: TensorEntry,
+    fragment: int,
+    first: int,
+    lengths: Sequence[int],
+    strides: Sequence[int],
+    target_strides: Sequence[int],
+    target: int,
+) -> BoxReads | FramedBox:
+    """Plans to read a strided box of the elements of one stored fragment.
+
+    Args:
+        first: the box's first element in the fragment.
+        strides: in the fragment, in elements; if it is encoded, none is larger than the one before it.
+        target_strides, target: as in `plan_box`.
     """
     item = element_bytes(entry.dtype)
-    strides = contiguous_strides(entry.shapes[fragment].tolist())
-    place, at = int(entry.file_offsets[fragment]), sum(s * n for s, n in zip(start, strides, strict=True))
+    file, place = int(entry.files[fragment]), int(entry.file_offsets[fragment])
     if entry.encoded:
-        size, file = int(entry.file_bytes[fragment]), int(entry.files[fragment])
-        return FramedBox(file, place, size, item, at, tuple(lengths), strides, 0, tuple(target_strides))
-    first = place + item * at
+        size, sizes = int(entry.file_bytes[fragment]), tuple(lengths)
+        return FramedBox(file, place, size, item, first, sizes, tuple(strides), target, tuple(target_strides))
     spans = paired_spans(lengths, strides, target_strides, item)
-    return BoxReads(
-        int(entry.files[fragment]),
-        spans.a_starts + np.uint64(first),
-        spans.b_starts,
-        spans.rows,
-        spans.row_bytes,
-        spans.a_step,
-        spans.b_step,
-    )
+    offsets, targets = spans.a_starts + np.uint64(place + item * first), spans.b_starts + np.uint64(target)
+    return BoxReads(file, offsets, targets, spans.rows, spans.row_bytes, spans.a_step, spans.b_step)
 
 
 def plan_slice(
@@ -186,8 +213,7 @@ def plan_slice(
             continue
         begin, lengths = common
         within = [b - s for b, s in zip(begin, stored, strict=True)]
-        part = plan_box(entry, i, within, lengths, strides)
-        shift = item * sum((b - o) * n for b, o, n in zip(begin, offset, strides, strict=True))
-        reads.append(part.moved(shift))
+        target = item * sum((b - o) * n for b, o, n in zip(begin, offset, strides, strict=True))
+        reads.append(plan_box(entry, i, within, lengths, strides, target))
         covered += int(np.prod(lengths, dtype=np.int64))
     return reads, covered, touched

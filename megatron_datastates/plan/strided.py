@@ -5,20 +5,20 @@ Pure functions: the boxes of a tensor that a range of such a line holds, and the
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError
+from megatron_datastates.format.strides import footprint_elements
 from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.plan.boxes import Box, PairedSpans, paired_spans
+from megatron_datastates.plan.boxes import Box
 from megatron_datastates.plan.frames import FramedBox
-from megatron_datastates.plan.reads import BoxReads
-
-Places = npt.NDArray[np.int64]
+from megatron_datastates.plan.reads import BoxReads, plan_elements
 
 
 def boxes_in_range(shape: Sequence[int], strides: Sequence[int], begin: int, end: int) -> Iterator[Box]:
@@ -46,7 +46,7 @@ def _boxes(
     end: int,
 ) -> Iterator[Box]:
     """Yields those in the box [offset, offset + lengths), which varies along the dimensions `order` only."""
-    first = sum(o * s for o, s in zip(offset, strides, strict=True))
+    first = _place(offset, strides)
     last = first + sum((lengths[d] - 1) * strides[d] for d in order)
     if last < begin or first >= end:
         return
@@ -70,129 +70,83 @@ def _boxes(
         yield from _boxes(rest, *rows(high, 1), strides, begin, end)
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """The stored fragments of a tensor of one dimension, in order. Places are bytes of the tensor."""
+def line_of(entry: TensorEntry, key: str) -> TensorEntry:
+    """Returns a tensor of one dimension with its fragments in order, without those that have no elements.
 
-    starts: Places
-    ends: Places
-    files: Places
-    file_offsets: Places
-    sizes: Places
-    item: int  # bytes per element
-    encoded: bool  # then file_offsets are numbers of entries of footers
+    Raises:
+        FormatError: it has other than one dimension, or its fragments overlap.
+    """
+    if len(entry.global_shape) != 1:
+        raise FormatError(f"tensor {key!r} has {len(entry.global_shape)} dimensions, and a bucket has one")
+    held = np.flatnonzero(entry.shapes[:, 0] > 0)
+    line = entry.take(held[np.argsort(entry.offsets[held, 0], kind="stable")])
+    starts, ends = _bounds(line)
+    overlaps = starts[1:] < ends[:-1]
+    if overlaps.any():
+        element = int(starts[1:][overlaps.argmax()])
+        raise FormatError(f"tensor {key!r}: two fragments both hold the element at {element}")
+    return line
 
-    @classmethod
-    def of(cls, entry: TensorEntry, key: str) -> Line:
-        """Raises FormatError: the tensor has other than one dimension, or its fragments overlap."""
-        if len(entry.global_shape) != 1:
-            raise FormatError(
-                f"tensor {key!r} has {len(entry.global_shape)} dimensions, and a bucket has one"
-            )
-        item = element_bytes(entry.dtype)
-        held = np.flatnonzero(entry.shapes[:, 0] > 0)
-        order = held[np.argsort(entry.offsets[held, 0], kind="stable")]
-        starts, sizes = entry.offsets[order, 0] * item, entry.shapes[order, 0] * item
-        line = cls(
-            starts,
-            starts + sizes,
-            entry.files[order].astype(np.int64),
-            entry.file_offsets[order].astype(np.int64),
-            sizes,
-            item,
-            entry.encoded,
-        )
-        overlaps = line.starts[1:] < line.ends[:-1]
-        if overlaps.any():
-            element = int(line.starts[1:][overlaps.argmax()]) // item
-            raise FormatError(f"tensor {key!r}: two fragments both hold the element at {element}")
-        return line
 
-    def fragment(self, place: int, key: str) -> int:
-        """Returns the number of the fragment with the byte at `place`. Raises FormatError for a hole."""
-        found = int(np.searchsorted(self.starts, place, side="right")) - 1
-        if found < 0 or place >= self.ends[found]:
-            raise FormatError(f"tensor {key!r} has holes: element {place // self.item} is not stored")
-        return found
+def _bounds(line: TensorEntry) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns where the fragments of a line begin and end."""
+    return line.offsets[:, 0], line.offsets[:, 0] + line.shapes[:, 0]
+
+
+def fragment_at(line: TensorEntry, element: int, key: str) -> int:
+    """Returns the number of the fragment of a line with this element. Raises FormatError for a hole."""
+    starts, ends = _bounds(line)
+    found = int(np.searchsorted(starts, element, side="right")) - 1
+    if found < 0 or element >= ends[found]:
+        raise _hole(key, element)
+    return found
+
+
+def _hole(key: str, element: int) -> FormatError:
+    return FormatError(f"tensor {key!r} has holes: element {element} is not stored")
 
 
 def plan_strided(
-    line: Line,
+    line: TensorEntry,
     key: str,
     begin: int,
     shape: Sequence[int],
     strides: Sequence[int],
     target_strides: Sequence[int],
+    target: int = 0,
 ) -> list[BoxReads | FramedBox]:
-    """Plans to read a strided box of a line.
+    """Plans to read a strided box of a line, the rows of which do not interleave (see boxes_in_range).
 
     Args:
+        line: of `line_of`.
         key: the tensor's, for messages.
         begin: the box's first element in the line.
         shape, strides: of the box, in elements of the line.
-        target_strides: of the destination, in elements; the box's first byte goes to its first byte.
+        target_strides, target: as in `plan_box`.
 
     Raises:
         FormatError: a part of the box is not stored.
     """
-    if 0 in shape:
-        return []
-    spans = paired_spans(shape, strides, target_strides, line.item)
-    starts = spans.a_starts.astype(np.int64) + begin * line.item
-    targets = spans.b_starts.astype(np.int64)
-    lasts = starts + (spans.rows - 1) * spans.a_step + spans.row_bytes
-    found = np.searchsorted(line.starts, starts, side="right") - 1
-    within = found >= 0
-    if len(line.ends):
-        within &= lasts <= line.ends[np.maximum(found, 0)]
+    order = sorted(range(len(shape)), key=lambda d: strides[d], reverse=True)  # windows of frames are cut so
+    shape, strides, target_strides = ([sizes[d] for d in order] for sizes in (shape, strides, target_strides))
+    (starts, ends), item = _bounds(line), element_bytes(line.dtype)
+    end = begin + footprint_elements(shape, strides)
+    here = range(int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(starts, end)))
     reads: list[BoxReads | FramedBox] = []
-    for fragment in np.unique(found[within]).tolist():
-        mine = np.flatnonzero(within & (found == fragment))
-        reads += _reads(line, fragment, starts[mine], targets[mine], spans)
-    for cut in np.flatnonzero(~within).tolist():
-        reads += _cut_reads(line, key, int(starts[cut]), int(targets[cut]), spans)
+    missing = math.prod(shape)
+    for fragment in here:
+        low, high = int(starts[fragment]) - begin, int(ends[fragment]) - begin
+        for offset, lengths in boxes_in_range(shape, strides, low, high):
+            first, to = _place(offset, strides) - low, target + item * _place(offset, target_strides)
+            reads.append(plan_elements(line, fragment, first, lengths, strides, target_strides, to))
+            missing -= math.prod(lengths)
+    if missing:
+        gaps = zip([begin, *ends.tolist()], [*starts.tolist(), end], strict=True)
+        holes = (boxes_in_range(shape, strides, low - begin, high - begin) for low, high in gaps)
+        offset, _ = next(itertools.chain.from_iterable(holes))
+        raise _hole(key, begin + _place(offset, strides))
     return reads
 
 
-def _reads(
-    line: Line, fragment: int, places: Places, targets: Places, spans: PairedSpans
-) -> Iterator[BoxReads | FramedBox]:
-    """Yields the reads of spans that begin at these bytes of the line, all in one fragment."""
-    file, within = int(line.files[fragment]), places - line.starts[fragment]
-    place, size = int(line.file_offsets[fragment]), int(line.sizes[fragment])
-    if not line.encoded:
-        offsets, to = (within + place).astype(np.uint64), targets.astype(np.uint64)
-        yield BoxReads(file, offsets, to, spans.rows, spans.row_bytes, spans.a_step, spans.b_step)
-        return
-    lengths, steps = (spans.rows, spans.row_bytes), ((spans.a_step, 1), (spans.b_step, 1))
-    for at, target in zip(within.tolist(), targets.tolist(), strict=True):
-        yield FramedBox(file, place, size, 1, at, lengths, steps[0], target, steps[1])
-
-
-def _cut_reads(
-    line: Line, key: str, start: int, target: int, spans: PairedSpans
-) -> Iterator[BoxReads | FramedBox]:
-    """Yields the reads of one span that several fragments hold: whole rows, and parts of rows."""
-    row = 0
-    while row < spans.rows:
-        place, to = start + row * spans.a_step, target + row * spans.b_step
-        fragment = line.fragment(place, key)
-        room = int(line.ends[fragment]) - place - spans.row_bytes
-        if room < 0:
-            yield from _parts_of_row(line, key, place, to, spans.row_bytes)
-            row += 1
-            continue
-        rows = min(room // max(spans.a_step, 1) + 1, spans.rows - row)
-        yield from _reads(line, fragment, np.array([place]), np.array([to]), spans._replace(rows=rows))
-        row += rows
-
-
-def _parts_of_row(line: Line, key: str, place: int, target: int, size: int) -> Iterator[BoxReads | FramedBox]:
-    done = 0
-    while done < size:
-        fragment = line.fragment(place + done, key)
-        part = min(int(line.ends[fragment]) - place - done, size - done)
-        none = np.zeros(0, np.uint64)
-        spans = PairedSpans(none, none, 1, part, part, part)
-        yield from _reads(line, fragment, np.array([place + done]), np.array([target + done]), spans)
-        done += part
+def _place(offset: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(o * s for o, s in zip(offset, strides, strict=True))

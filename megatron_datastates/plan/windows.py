@@ -71,7 +71,7 @@ def _repeat(spans: ReadSpans, counts: Words) -> tuple[ReadSpans, Words]:
 def _single_rows(spans: ReadSpans) -> ReadSpans:
     """Returns spans of one row for those whose rows are long, or far from each other."""
     apart = (spans.row_bytes >= _LONG_ROW_BYTES) | (spans.file_steps > _CLOSE_ROWS_BYTES)
-    counts = np.where(apart, spans.rows, np.uint64(1)).astype(np.uint64)
+    counts = np.where(apart, spans.rows, np.uint64(1))
     if not (counts > 1).any():
         return spans
     made, numbers = _repeat(spans, counts)
@@ -84,7 +84,10 @@ def _single_rows(spans: ReadSpans) -> ReadSpans:
 
 
 def _cut_rows(spans: ReadSpans, window_bytes: int) -> ReadSpans:
-    """Returns spans that each lie in one window: rows by where they begin, single ones by their bytes."""
+    """Returns spans that each lie in one window: rows by where they begin, single ones by their bytes.
+
+    Rows are close to each other (`_single_rows`), so some begin in each window from the first to the last.
+    """
     size = np.uint64(window_bytes)
     single = spans.rows == 1
     last = np.where(
@@ -98,19 +101,15 @@ def _cut_rows(spans: ReadSpans, window_bytes: int) -> ReadSpans:
     single = made.rows == 1
     ends = np.minimum(begin + size, made.offsets + made.row_bytes)
     begins = np.maximum(begin, made.offsets)
-    steps = np.maximum(made.file_steps, np.uint64(1))
-    first = np.minimum(_ceil(np.maximum(begin, made.offsets) - made.offsets, steps), made.rows)
-    end = np.where(
-        made.file_steps == 0, made.rows, np.minimum(_ceil(begin + size - made.offsets, steps), made.rows)
-    )
-    cut = dataclasses.replace(
+    first = _ceil(begins - made.offsets, made.file_steps)
+    end = np.minimum(_ceil(begin + size - made.offsets, made.file_steps), made.rows)
+    return dataclasses.replace(
         made,
         offsets=np.where(single, begins, made.offsets + first * made.file_steps),
         targets=made.targets + np.where(single, begins - made.offsets, first * made.target_steps),
         row_bytes=np.where(single, ends - begins, made.row_bytes),
         rows=np.where(single, np.uint64(1), end - first),
     )
-    return cut.take(np.flatnonzero(cut.rows > 0))
 
 
 def _ceil(value: Words, divisor: Words) -> Words:

@@ -8,6 +8,7 @@ from benchmarks.scale.models import Model, Parallel
 from benchmarks.scale.ranks import rank_states
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from tests.multirank.layouts import EP2, PP2, TP2, Layout
+from tests.support.fragments import fragments_of
 from tests.support.world import World
 
 RANKS, BUCKET = 4, 4000
@@ -36,7 +37,7 @@ def stored(directory: Path) -> Contents:
     found = {
         (*dataclasses.astuple(fragment), extent.file)
         for key, entry in checkpoint.index.tensors.items()
-        for fragment, extent in entry.fragments(key)
+        for fragment, extent in fragments_of(entry, key)
     }
     return found, dict(checkpoint.index.objects)
 

@@ -27,6 +27,7 @@ from megatron_datastates.pipeline.runs import opening
 from megatron_datastates.pipeline.runs.damage import why_no_checkpoint
 from megatron_datastates.pipeline.runs.jobs import JOBS_NAME
 from megatron_datastates.pipeline.upkeep.verify import verify
+from tests.support.fragments import fragments_of
 from tests.unit.states import OPTIONS, SMALL, bits, data_files, random_tensor
 
 REGION = 4096
@@ -92,7 +93,7 @@ def with_flips(path: Path, step: int) -> Iterator[int]:
 
 def keys_in_block(directory: Path, at: int) -> set[str]:
     checkpoint = ds.open(directory, **SMALL)
-    places = {key: extent for key in TENSORS for _, extent in checkpoint.index.tensor(key).fragments(key)}
+    places = {key: extent for key in TENSORS for _, extent in fragments_of(checkpoint.index.tensor(key), key)}
     places |= checkpoint.footer(0).objects
     begin = at // BLOCK_BYTES * BLOCK_BYTES
     end = begin + BLOCK_BYTES

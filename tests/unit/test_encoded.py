@@ -22,6 +22,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.codecs import PLANES
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.merging import merge_indexes
+from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.loading import decoding, entries
 from megatron_datastates.pipeline.loading.filling import fill
@@ -348,10 +349,11 @@ def test_absurd_logical_bytes_of_an_object_are_refused_before_memory_is_asked_fo
 
 def test_an_encoded_tensor_without_its_codec_in_part_is_refused_by_the_merge():
     one, two = builders()
-    plain = index_over([one]).encode()
+    plain = index_over([one])
     other = Index({"weight": dataclasses.replace(index_over([two]).tensor("weight"), encoded=False)}, {})
     place = np.array([4096], np.uint64)
     changed = dataclasses.replace(other.tensor("weight"), files=np.zeros(1, np.uint32), file_offsets=place)
     own = Index({"weight": changed}, {})
+    parts = [index.encode() for index in (plain, own)]
     with pytest.raises(FormatError, match="disagree: encoded float32"):
-        merge_indexes([(Index.decode(plain, "a", 1), 0), (own, 1)])
+        merge_indexes(Directory(data, "it", len(data)) for data in parts)

@@ -16,6 +16,7 @@ from megatron_datastates.errors import DataStatesError, FormatError, Unsupported
 from megatron_datastates.format import tables
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.values import Extent
+from tests.support.fragments import fragments_of
 from tests.unit.by_hand import fragment
 from tests.unit.test_codecs import flips
 from tests.unit.test_index import FILES, contents
@@ -69,7 +70,7 @@ def touch(data: bytes) -> None:
     for key, entry in index.tensors.items():
         index.describe(key)
         if not entry.encoded:
-            list(entry.fragments(key))
+            list(fragments_of(entry, key))
 
 
 def steps_of(columns: list[list[int]]) -> bytes:
@@ -82,7 +83,7 @@ def steps_of(columns: list[list[int]]) -> bytes:
 def test_an_index_made_as_the_document_says_is_read(version):
     data = crafted(objects=[(2, 1)], names=b"wab", version=version)
     index = Index.decode(data, "it", FILES)
-    first, second = index.tensor("w").fragments("w")
+    first, second = fragments_of(index.tensor("w"), "w")
     assert first == (fragment("w", [4, 2], [0, 0], [2, 2]), Extent(0, 4096, 4))
     assert second == (fragment("w", [4, 2], [2, 0], [2, 2]), Extent(1, 4096, 4))
     assert index.objects == {"ab": 1}

@@ -17,6 +17,7 @@ from megatron_datastates.pipeline.saving.plans import plan_state
 from megatron_datastates.plan.layout import TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
+from tests.support.fragments import fragments_of
 from tests.unit.by_hand import fragment
 
 MIB = 1 << 20
@@ -74,7 +75,7 @@ def test_the_index_says_where_the_fragments_are(state):
     layout = plan(state, ("x", "y"))
     index = Index.decode(layout.index, "it", 1)
     for offset, size, _, position in in_file_order(state, layout):
-        (item, extent), = index.tensor(f"t{position}").fragments("")  # fmt: skip
+        (item, extent), = fragments_of(index.tensor(f"t{position}"))  # fmt: skip
         assert (extent.file, extent.offset, extent.bytes) == (0, offset, size)
         assert item.shape == (size,)
     assert index.objects == {"x": 0, "y": 0}

@@ -18,6 +18,7 @@ from megatron_datastates.pipeline.publishing import layouts
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving.records import RankRecord, Records
+from tests.support.fragments import fragments_of
 from tests.support.waiting import eventually
 from tests.unit.by_hand import fragment, index_of
 from tests.unit.ranks_in_turn import RanksInTurn
@@ -48,7 +49,7 @@ def test_the_index_of_all_ranks_is_what_the_manifest_says_of_it():
     found = store.merged(received(store, *halves(4)))
     assert found.entry == index_entry(found.encoded)
     index = Index.decode(found.encoded, "it", 2)
-    assert [(e.file, e.offset, e.bytes) for _, e in index.tensor("w").fragments("w")] == [
+    assert [(e.file, e.offset, e.bytes) for _, e in fragments_of(index.tensor("w"), "w")] == [
         (0, 4096, 4), (1, 4096, 4)
     ]  # fmt: skip
 

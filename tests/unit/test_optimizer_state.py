@@ -11,10 +11,16 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.errors import FormatError, MismatchError, UnsupportedFormatError
+from megatron_datastates.format.codecs import NONE, PLANES, ZSTD
 from megatron_datastates.format.optimizer_map import OptimizerMap, ParameterShard
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.optimizer import BucketBox, Piece, StateTensor, optimizer_state
 from megatron_datastates.pipeline.upkeep.verify import verify
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import ObjectSource
+from tests.unit.by_hand import SAVE
+from tests.unit.encoded import PartBuilder, write_one_rank
 from tests.unit.states import new_saver, save
 
 GROUP = "chained_0.optimizer.distributed.dp_group_idx_"
@@ -80,6 +86,38 @@ def test_strided_shards_of_two_groups_make_one_tensor(tmp_path):
             height, width = (4 - top) // 2, 6 - left
             expected = whole[top : top + height, left : left + width]
             assert torch.equal(tensor.read((top, left), (height, width)), expected), (top, left)
+
+
+def test_buckets_that_are_compressed_are_read_by_parameter_alike(tmp_path):
+    """Of several frames, in two fragments, of which the second one begins within a row."""
+    line = torch.arange(700_000.0)
+    parts = [PartBuilder(0), PartBuilder(1)]
+    for part, rows, codec in zip(
+        parts, (slice(0, 400_001), slice(400_001, None)), (PLANES, ZSTD), strict=True
+    ):
+        part.add_fragment(f"{GROUP}0.{BUCKET}.exp_avg", line, rows, codec)
+    strided = {
+        "rows": ((500, 600), 7, (600, 1)),
+        "transposed": ((400, 500), 300_007, (1, 400)),
+        "apart": ((3, 40, 50), 500_007, (60_000, 60, 1)),
+    }
+    lists = [
+        parameter(key, start, start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1,
+                  shard(key, shape, (0,) * len(shape), shape, 0, strides))
+        for key, (shape, start, strides) in strided.items()
+    ]  # fmt: skip
+    key = f"{GROUP}0.datastates_map/shard_0_1"
+    stored = ObjectSource(key, [map_of(bucket(len(line), *lists))], Mutability.NEVER).serialize()
+    parts[0].add(Kind.OBJECT, key, stored, NONE)
+    write_one_rank(tmp_path / "c", parts, [(0, SAVE), (1, SAVE)])
+    state = optimizer_state(ds.open(tmp_path / "c"))
+    assert sorted(state) == sorted(STATE + key for key in strided)
+    for key, (shape, start, strides) in strided.items():
+        whole = line.as_strided(shape, strides, start)
+        assert torch.equal(state[STATE + key].read(), whole), key
+        offset, size = tuple(n // 3 for n in shape), tuple(n // 2 for n in shape)
+        part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        assert torch.equal(state[STATE + key].read(offset, size), part), key
 
 
 def test_a_slice_says_which_boxes_of_which_buckets_it_is(tmp_path):

@@ -19,6 +19,7 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs.runs import find_iterations, is_published
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
+from tests.support.fragments import fragments_of
 from tests.unit.by_hand import block_checksums
 from tests.unit.states import (
     KNOWN_DTYPES,
@@ -92,7 +93,7 @@ def test_the_data_file_has_the_form_that_the_document_describes(saver, tmp_path)
     assert read_header(path, len(data)).save_id == footer.save_id == checkpoint.manifest.save_id
     covered = bytearray(footer.data_bytes)
     covered[:4096] = b"\1" * 4096
-    extents = [(e.offset, e.bytes) for t in checkpoint.index.tensors.values() for _, e in t.fragments("")]
+    extents = [(e.offset, e.bytes) for t in checkpoint.index.tensors.values() for _, e in fragments_of(t)]
     for offset, size in [*extents, *((e.offset, e.bytes) for e in footer.objects.values())]:
         assert not any(covered[offset : offset + size])
         covered[offset : offset + size] = b"\1" * size

@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.digests import ContentDigest
+from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.upkeep import verify_tail
 from megatron_datastates.pipeline.upkeep.remove import remove_keys
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.verify import verify
+from megatron_datastates.plan.layout import align_up
 from tests.unit.by_hand import SAVE, Part, data_file
-from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, opened, write_encoded, write_shared
+from tests.unit.encoded import (
+    EARLIER,
+    MIB,
+    WEIGHT,
+    builders,
+    content_digest,
+    opened,
+    write_encoded,
+    write_one_rank,
+    write_shared,
+)
 from tests.unit.states import OPTIONS, bits
 from tests.unit.verifying import refusal
 
 
-@pytest.mark.parametrize("sizes", [[0], [1], [MIB], [MIB - 1, 1, 1], [3 * MIB + 5], [7] * 300_000 + [MIB]])
-def test_a_content_digest_does_not_depend_on_how_the_bytes_come(sizes):
-    data, digest = np.random.default_rng(1).bytes(sum(sizes)), ContentDigest()
-    at = 0
-    for size in sizes:
-        digest.update(data[at : at + size])
-        at += size
-    assert digest.hexdigest() == content_digest(bytes(4096) + data)
+@pytest.mark.parametrize("window", [1, 2, 16])  # blocks
+@pytest.mark.parametrize("past", [0, 4096, MIB - 4096, MIB])
+def test_a_content_digest_does_not_depend_on_what_is_read_at_a_time(past, window, tmp_path, monkeypatch):
+    parts = builders()
+    end = align_up(parts[1].at, MIB) + past
+    parts[1].add(Kind.STREAM, "more", np.random.default_rng(1).bytes(end - parts[1].at), NONE)
+    manifest = write_one_rank(tmp_path / "c", parts, [(0, SAVE), (3, EARLIER)])
+    assert opened(tmp_path / "c").footer(1).data_bytes == end
+    monkeypatch.setattr(verify_tail, "_WINDOW_BYTES", window * MIB)
+    assert verify(tmp_path / "c", options=OPTIONS).faults == []
+    data = (tmp_path / "c" / manifest.files[1].name).read_bytes()[:end]
+    assert manifest.files[1].content_sha256 == content_digest(data)
+
+
+def test_a_file_without_data_has_a_content_digest():
+    """Of a block without bytes, as its one block is without the header."""
+    reads = []
+    checkpoint = SimpleNamespace(footer=lambda file: SimpleNamespace(data_bytes=4096))
+    assert verify_tail._content_sha256(checkpoint, 0, reads.append) == content_digest(bytes(4096))
 
 
 def test_files_of_several_groups_and_of_an_earlier_save_are_read(tmp_path):

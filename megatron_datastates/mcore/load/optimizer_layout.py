@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import is_of_optimizer, is_optimizer_map
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
+from megatron_datastates.mcore.load.agreement import Agreement
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.load.optimizer_names import StateNames
 from megatron_datastates.mcore.load.optimizer_places import holds_the_same
@@ -77,17 +78,18 @@ NO_STATE = (
     "--drop-optimizer` removed it. Load it without the optimizer (--no-load-optim)"
 )
 _SCALER = "grad_scaler"
-Part = Callable[[int, int], dict[str, bytes]]
-PartsIfAny = Callable[[Callable[[], bool], Part], list[dict[str, bytes]] | None]
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
 
 
-def restated_where_needed(arguments: dict[str, Any], parts_if_any: PartsIfAny | None) -> Restated | None:
+def restated_where_needed(
+    arguments: dict[str, Any], agreement: Agreement | None, problem: Exception | None
+) -> Restated | None:
     """Returns the restated request of a `dist_checkpointing.load`; None if it is to be loaded as it is.
 
     Args:
         arguments: of the call.
-        parts_if_any: agreement.Agreement.parts_if_any. None: each rank decides, and reads, by itself.
+        agreement: of the ranks that load. None: each rank decides, and reads, by itself.
+        problem: what has failed on this rank before; raised where all ranks expect it.
 
     Raises:
         LoadMismatch, LoadFailedError (and CheckpointingExceptions): the optimizer state cannot be loaded.
@@ -105,8 +107,8 @@ def restated_where_needed(arguments: dict[str, Any], parts_if_any: PartsIfAny | 
         return packed_part(open_checkpoint(directory), number, count)
 
     parts: list[dict[str, bytes]] | None = []
-    if parts_if_any is not None:
-        parts = parts_if_any(here, part)
+    if agreement is not None:
+        parts = agreement.parts_if_any(here, part, problem)
     elif not here():
         parts = None
     if parts is None:

@@ -134,8 +134,9 @@ def _entries(nested: Any) -> Iterator[State]:
     return (entry for entry in dictionaries(nested) if "padding" in entry)
 
 
-def _is_padding(entry: State) -> bool:
-    return getattr(entry["padding"], "obj", entry["padding"]) is True
+def _is_padding(item: Any) -> bool:
+    padding = item.get("padding") if isinstance(item, dict) else None
+    return getattr(padding, "obj", padding) is True
 
 
 def bucket_of(own: OwnBuckets, state: State, item: Any) -> Bucket:
@@ -214,11 +215,7 @@ def filled(state: State, step: Any) -> State:
         if isinstance(value, dict):
             return {name: plain(item) for name, item in value.items()} | _own_step(value, step)
         if isinstance(value, list):
-            return [
-                plain(item)
-                for item in value
-                if not (isinstance(item, dict) and "padding" in item and _is_padding(item))
-            ]
+            return [plain(item) for item in value if not _is_padding(item)]
         if isinstance(value, LocalNonpersistentObject):
             return value.unwrap()
         return value.data if isinstance(value, ShardedTensor | ShardedObject) else value

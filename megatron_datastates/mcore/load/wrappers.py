@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -80,12 +79,9 @@ class _LoadCall:
         """Loads what is asked for, or restated; raises `problem`, of this rank, where all ranks expect it."""
         from megatron_datastates.mcore.load import optimizer_layout
 
-        together = None
-        if agreement is not None:
-            together = functools.partial(agreement.parts_if_any, problem=problem)
         restores = state.current().restores_providers
         with state.opened(restores_providers=lambda: False):  # a fully parallel load calls its strategy twice
-            restated = optimizer_layout.restated_where_needed(self._arguments, together)
+            restated = optimizer_layout.restated_where_needed(self._arguments, agreement, problem)
             loaded = self._start(restated)
         if restores() and is_ours(self._directory):
             from megatron_datastates.mcore.errors import load_errors

@@ -8,7 +8,6 @@ Memory: at most two batches of stored frames, and one window of decoded ones for
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import dataclasses
 import itertools
@@ -26,7 +25,7 @@ from megatron_datastates.format.tail import TailEntry, describe
 from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.runs.damage import OpenFiles
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
-from megatron_datastates.plan.reads import ScheduledRead, plan_extent
+from megatron_datastates.plan.reads import ScheduledRead, in_groups, plan_extent
 from megatron_datastates.threads import ThreadPool
 
 _WINDOW_BYTES = 8 << 20  # decoded, by one thread at a time
@@ -81,7 +80,7 @@ def read_framed(
     with ThreadPool(threads, "datastates-decode") as pool:
         before: list[Future[None]] = []
         try:
-            for batch in _batches(windows):
+            for batch in in_groups(windows, lambda window: window.extent.bytes, _BATCH_BYTES):
                 buffers = [np.empty(window.extent.bytes, np.uint8) for window in batch]
                 read_extents(
                     [window.read_into(buffer) for window, buffer in zip(batch, buffers, strict=True)]
@@ -197,14 +196,3 @@ def _windows(checkpoint: OpenFiles, item: ScheduledRead) -> Iterator[_Window]:
         low, high = begin // FRAME_BYTES, -(-end // FRAME_BYTES)
         extent = Extent(box.file, places[low], places[high] - places[low])
         yield _Window(part, item, entry, extent, low * FRAME_BYTES, entry.frame_sizes[low:high], what)
-
-
-def _batches(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:
-    """Yields windows of at most _BATCH_BYTES together, at least one at a time."""
-    ends = list(itertools.accumulate(window.extent.bytes for window in windows))
-    at = 0
-    while at < len(windows):
-        before = ends[at - 1] if at else 0
-        stop = max(bisect.bisect_right(ends, before + _BATCH_BYTES), at + 1)
-        yield windows[at:stop]
-        at = stop

@@ -6,7 +6,7 @@ written to, and how values become another dtype (in_place.py); how bytes are rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from megatron_datastates.pipeline.loading.in_place import (
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.slices import plan_into
 from megatron_datastates.plan.boxes import cut_box
-from megatron_datastates.plan.reads import ScheduledRead
+from megatron_datastates.plan.reads import ScheduledRead, in_groups
 from megatron_datastates.providers.base import Place
 
 _PIECE_BYTES = 8 << 20  # of a tensor that cannot be read in place, as stored
@@ -89,7 +89,8 @@ def fill(checkpoint: Checkpoint, targets: Mapping[str, tuple[Place, torch.Tensor
     alone = sorted(set(range(len(memory))).difference(shared))
     for numbers in (alone, *([number] for number in shared)):  # the latter one by one, in their order
         checkpoint.read([read for number in numbers for read in planned.get(number, ())], reader)
-        for group in _groups(piece for number in numbers for piece in pieces.get(number, ())):
+        others = (piece for number in numbers for piece in pieces.get(number, ()))
+        for group in in_groups(others, lambda piece: piece.bytes, _GROUP_BYTES):
             _fill_group(checkpoint, group, reader, temporaries)
 
 
@@ -121,20 +122,6 @@ def _fill_group(
     checkpoint.read(scheduled, reader)
     for piece, temporary in zip(group, memory, strict=True):
         copy_converted(piece.key, temporary, piece.target)
-
-
-def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Groups pieces that are read together; a larger one is a group by itself."""
-    group: list[_Piece] = []
-    room = _GROUP_BYTES
-    for piece in pieces:
-        if group and piece.bytes > room:
-            yield group
-            group, room = [], _GROUP_BYTES
-        group.append(piece)
-        room -= piece.bytes
-    if group:
-        yield group
 
 
 def _pieces(checkpoint: Checkpoint, key: str, place: Place, target: torch.Tensor) -> Iterator[_Piece]:

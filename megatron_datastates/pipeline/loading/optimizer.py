@@ -29,13 +29,14 @@ from megatron_datastates.format.optimizer_map import (
     ShardReach,
 )
 from megatron_datastates.format.strides import footprint_elements
+from megatron_datastates.format.tensor_entry import TensorEntry
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.plan.boxes import Box, checked_slice, contiguous_strides, first_overlap, intersect
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead
-from megatron_datastates.plan.strided import Line, plan_strided
+from megatron_datastates.plan.strided import fragment_at, line_of, plan_strided
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ class StateTensor:
     global_shape: tuple[int, ...]
     checkpoint: Checkpoint
     pieces: tuple[Piece, ...]
-    lines: dict[str, Line] = dataclasses.field(repr=False)  # by bucket's tensor, as far as known
+    lines: dict[str, TensorEntry] = dataclasses.field(repr=False)  # by bucket's tensor, as far as known
 
     def sources(
         self,
@@ -144,10 +145,10 @@ class StateTensor:
         """Whether any of its bytes are stored encoded."""
         return any(self.line(piece.key).encoded for piece in self.pieces)
 
-    def line(self, key: str) -> Line:
-        """Returns where the elements of a bucket's tensor are stored. Raises FormatError."""
+    def line(self, key: str) -> TensorEntry:
+        """Returns where the elements of a bucket's tensor are stored, in order. Raises as `line_of`."""
         if key not in self.lines:
-            self.lines[key] = Line.of(self.checkpoint.index.tensor(key), key)
+            self.lines[key] = line_of(self.checkpoint.index.tensor(key), key)
         return self.lines[key]
 
     def place(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[frozenset[int], tuple[int, int]]:
@@ -159,8 +160,8 @@ class StateTensor:
         first = 0, 0
         for box in self.sources(offset, shape):
             line = self.line(box.key)
-            begin, end = (n * line.item for n in (box.begin, box.begin + box.elements - 1))
-            low, high = line.fragment(begin, box.key), line.fragment(end, box.key)
+            last = box.begin + box.elements - 1
+            low, high = fragment_at(line, box.begin, box.key), fragment_at(line, last, box.key)
             first = first if files else (int(line.files[low]), int(line.file_offsets[low]))
             files |= set(line.files[low : high + 1].tolist())
         return frozenset(files), first
@@ -181,10 +182,9 @@ class StateTensor:
         item = torch_dtype(self.dtype, self.key).itemsize
         reads: list[BoxReads | FramedBox] = []
         for box in self.sources(offset, shape, has_holes=has_holes):
-            shift = item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True))
-            line = self.line(box.key)
-            for part in plan_strided(line, box.key, box.begin, box.shape, box.strides, target_strides):
-                reads.append(part.moved(shift))
+            target = item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True))
+            place = box.key, box.begin, box.shape, box.strides
+            reads += plan_strided(self.line(box.key), *place, target_strides, target)
         return reads
 
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -233,7 +233,7 @@ class BucketStates(Mapping[str, StateTensor]):
         self.buckets: set[str] = set()  # the tensors of all maps
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._made: dict[str, StateTensor] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, TensorEntry] = {}
         for key, value in _maps(checkpoint) if maps is None else maps:
             prefix, text = key[: key.rindex(OPTIMIZER_MAP_NAME)], _text(key, value)
             if wanted is not None and not self._is_wanted(prefix, MapReach.decode(text, key), wanted):
@@ -339,7 +339,7 @@ def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
 
 
 def _state_tensor(
-    checkpoint: Checkpoint, key: str, pieces: Sequence[Piece], lines: dict[str, Line]
+    checkpoint: Checkpoint, key: str, pieces: Sequence[Piece], lines: dict[str, TensorEntry]
 ) -> StateTensor:
     shape, dtype = pieces[0].shard.global_shape, checkpoint.index.describe(pieces[0].key)[0]
     for piece in pieces:

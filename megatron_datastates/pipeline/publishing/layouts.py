@@ -21,6 +21,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
 from megatron_datastates.format.merging import merge_indexes
+from megatron_datastates.format.tables import Directory
 from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.records import Records
 from megatron_datastates.plan.coverage import coverage_faults
@@ -192,8 +193,7 @@ def merge_layouts(parts: Iterable[tuple[int, bytes]]) -> MergedIndex:
     Raises:
         FormatError: as LayoutStore.merged.
     """
-    indexes = (Index.decode(data, f"the layout of rank {rank}", 1) for rank, data in parts)
-    whole = merge_indexes((part, file) for file, part in enumerate(indexes))
+    whole = merge_indexes(Directory(data, f"the layout of rank {rank}", len(data)) for rank, data in parts)
     found = (fault for key, entry in whole.tensors.items() for fault in coverage_faults(key, entry))
     faults = list(itertools.islice(found, 3))
     if faults:

@@ -5,17 +5,17 @@ Belongs here: what `verify` reports of entries and of content digests. Does not 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
 from megatron_datastates.errors import CorruptDataError, FormatError, StorageError, UnsupportedFormatError
 from megatron_datastates.format.codecs import NONE
-from megatron_datastates.format.digests import ContentDigest
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry, describe
 from megatron_datastates.format.tensor_entry import TensorEntry
-from megatron_datastates.format.values import Extent
+from megatron_datastates.format.values import BLOCK_BYTES, Extent
 from megatron_datastates.pipeline.loading.decoding import resolve
 from megatron_datastates.pipeline.loading.entries import Read, read_stream
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -23,7 +23,7 @@ from megatron_datastates.pipeline.runs.damage import touches
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes, plan_extent
 
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 16 << 20  # whole blocks
 Owners = Mapping[tuple[int, int], str]  # the keys of encoded fragments, by data file and number
 
 
@@ -110,10 +110,16 @@ def content_faults(
 
 
 def _content_sha256(checkpoint: Checkpoint, file: int, read: Read) -> str:
-    digest, end = ContentDigest(), checkpoint.footer(file).data_bytes
+    """Returns the content digest of a data file, which is the same for equal state, whichever save wrote it.
+
+    It is over the SHA-256s of the file's blocks, the first of which is without the header.
+    """
+    digest, end = hashlib.sha256(), checkpoint.footer(file).data_bytes
     window = np.empty(min(_WINDOW_BYTES, end), np.uint8)
-    for begin in range(HEADER_BYTES, end, _WINDOW_BYTES):
+    for begin in range(0, end, _WINDOW_BYTES):
         part = window[: min(_WINDOW_BYTES, end - begin)]
         read([ScheduledRead(plan_extent(Extent(file, begin, len(part))), part.ctypes.data)])
-        digest.update(memoryview(part))
+        for at in range(0, len(part), BLOCK_BYTES):
+            first = at if begin + at else HEADER_BYTES
+            digest.update(hashlib.sha256(part[first : at + BLOCK_BYTES]).digest())
     return digest.hexdigest()

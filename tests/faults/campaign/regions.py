@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from tests.support.fragments import fragments_of
 
 MANIFEST, METADATA = "datastates.manifest", "metadata.json"
 Fields = tuple[tuple[str, int], ...]  # name and size, one after the other
@@ -110,7 +111,7 @@ def _of_extents(checkpoint: Checkpoint, file: int, data_bytes: int) -> Iterator[
     name, places = checkpoint.file_path(file).name, []
     for key, entry in checkpoint.index.tensors.items():
         places += [
-            (e.offset, e.offset + e.bytes, "tensor") for _, e in entry.fragments(key) if e.file == file
+            (e.offset, e.offset + e.bytes, "tensor") for _, e in fragments_of(entry, key) if e.file == file
         ]
     for extent in checkpoint.footer(file).objects.values():
         places.append((extent.offset, extent.offset + extent.bytes, "object"))
