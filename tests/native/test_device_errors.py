@@ -101,7 +101,7 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
 def test_a_driver_that_refuses_every_wait_holds_no_save_for_ever(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, code: int
 ) -> None:
-    """Whether its copies ran is not known, so their slots are neither used again nor unmapped; others replace them."""
+    """Whether its copies ran is not known, so other slots take the place of theirs, which stay mapped."""
     engine, stream = device_engines(most_slots=14, tripwire=False), cuda.new_stream()
     cuda.hold_stream(stream)
     cuda.hold_call("cuEventSynchronize")
