@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from megatron_datastates import stores
-from megatron_datastates.errors import EngineError, StorageError
+from megatron_datastates.errors import EngineError, StorageError, is_lack_of_memory
 from megatron_datastates.stores import any_path as any_path
 from megatron_datastates.stores import is_object as is_object
 from megatron_datastates.stores import path_of as path_of
@@ -186,7 +186,7 @@ _NOT_NOW = (
 
 def is_denied(error: Exception) -> bool:
     """Returns whether an error means that something cannot be read here and now, which shows no damage."""
-    if isinstance(error, EngineError | MemoryError):
+    if isinstance(error, EngineError) or is_lack_of_memory(error):
         return True
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     return code in _NOT_NOW

@@ -77,6 +77,7 @@ def test_without_the_native_module_commands_end_with_one_line_that_says_how_to_b
     [
         ('RuntimeError("can\'t start new thread")', "datastates: can't start new thread: raise "),
         ("MemoryError", "datastates: there is not enough memory: "),
+        ('RuntimeError("DefaultCPUAllocator: can\'t allocate")', "datastates: there is not enough memory: "),
         ('ImportError("libtorch_cpu.so: failed to map segment")', "Traceback (most recent call last):\n"),
     ],
 )
