@@ -13,6 +13,7 @@ import hashlib
 import io
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -209,7 +210,11 @@ def require_utf8(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise StorageError(f"{os.fsencode(path)!r} is not UTF-8: rename it, or use a symbolic link") from None
+        name, encoding = os.fsencode(path), sys.getfilesystemencoding()
+        text = f"{name!r} is not UTF-8: rename it, or use a symbolic link"
+        if encoding != "utf-8":
+            text = f"{name!r}: Python reads names as {encoding} here, expected utf-8: set PYTHONUTF8=1"
+        raise StorageError(text) from None
 
 
 def _kind(mode: int) -> str:

@@ -93,6 +93,14 @@ def test_an_error_that_no_command_expects_does_not_end_with_the_code_of_damage(t
     assert done.stderr.startswith(printed), done.stderr
 
 
+def test_where_python_does_not_read_names_as_utf8_the_error_says_so():
+    environment = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}
+    command = [sys.executable, "-m", "megatron_datastates", "show", "/none/mod\u00e8le"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    text = "Python reads names as ascii here, expected utf-8: set PYTHONUTF8=1"
+    assert (done.returncode, done.stdout) == (2, "") and text in done.stderr, done.stderr
+
+
 def test_help_usage_errors_and_the_version_import_neither_torch_nor_numpy():
     lines = ["--help", "-h", "--version", "nonsense", "ls", "show --jsn x", "convert a b --ranks 0"]
     lines += [f"{command} --help" for command in COMMANDS]
