@@ -44,6 +44,13 @@ def describe_error(error: Exception) -> str:
     return " ".join(str(error).split("\n"))
 
 
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that host memory lacks: Python's, or torch's, which has no type."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+    )
+
+
 def raise_from(error: Exception, cause: Exception) -> NoReturn:
     """Raises an error with this cause, unless it is that itself."""
     if error is cause:

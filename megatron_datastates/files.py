@@ -13,12 +13,13 @@ import hashlib
 import io
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from megatron_datastates import stores
-from megatron_datastates.errors import EngineError, StorageError
+from megatron_datastates.errors import EngineError, StorageError, is_lack_of_memory
 from megatron_datastates.stores import any_path as any_path
 from megatron_datastates.stores import is_object as is_object
 from megatron_datastates.stores import path_of as path_of
@@ -186,7 +187,7 @@ _NOT_NOW = (
 
 def is_denied(error: Exception) -> bool:
     """Returns whether an error means that something cannot be read here and now, which shows no damage."""
-    if isinstance(error, EngineError | MemoryError):
+    if isinstance(error, EngineError) or is_lack_of_memory(error):
         return True
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     return code in _NOT_NOW
@@ -209,7 +210,11 @@ def require_utf8(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise StorageError(f"{os.fsencode(path)!r} is not UTF-8: rename it, or use a symbolic link") from None
+        name, encoding = os.fsencode(path), sys.getfilesystemencoding()
+        text = f"{name!r} is not UTF-8: rename it, or use a symbolic link"
+        if encoding != "utf-8":
+            text = f"{name!r}: Python reads names as {encoding} here, expected utf-8: set PYTHONUTF8=1"
+        raise StorageError(text) from None
 
 
 def _kind(mode: int) -> str:

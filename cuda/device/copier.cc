@@ -8,6 +8,7 @@ namespace datastates {
 namespace {
 
 constexpr auto kRetryInterval = std::chrono::milliseconds(100);
+constexpr int kMostRefusals = 50;  // what passes (no memory, a graph's capture) has passed by then
 
 // Whether a row of that many bytes, and that distance to the next, can be part of a copy of several.
 bool Fits(size_t step, size_t bytes) { return step >= bytes && step <= Driver::kMostPitch; }
@@ -191,15 +192,19 @@ void DeviceCopier::WaitForAll() {
   driver_->Synchronize(last_.get());
 }
 
-void DeviceCopier::Drain() noexcept {
-  while (true) {
+bool DeviceCopier::Drain() noexcept {
+  for (int refusals = 1;; ++refusals) {
     try {
       driver_->SetContext(context_);  // this thread may not have entered it
       const RelaxedCapture relaxed(*driver_);
-      return WaitForAll();
+      WaitForAll();
+      refuses_ = false;
+      return true;
     } catch (const ContextLost&) {
-      return;
+      return true;
     } catch (const std::exception&) {
+      if (refusals >= kMostRefusals) refuses_ = true;
+      if (refuses_) return false;
       std::this_thread::sleep_for(kRetryInterval);
     }
   }

@@ -85,10 +85,11 @@ class DeviceCopier {
   void WaitFor(Place place);
   // Waits for everything enqueued so far. Creates no event, so it works without memory for one.
   void WaitForAll();
-  // The same after an error, on any thread: returns once nothing that was enqueued can touch memory any more.
-  // As long as the driver refuses the wait for another reason than a lost context, the copies may still run:
-  // then this waits on, as for a device that hangs.
-  void Drain() noexcept;
+  // The same after an error, on any thread: returns true once nothing that was enqueued can touch memory any
+  // more. As long as the driver refuses the wait for another reason than a lost context (an unknown error, a
+  // context that somebody destroyed), the copies may still run: false, if it does so for seconds. The caller
+  // then abandons the slots.
+  bool Drain() noexcept;
 
   const std::shared_ptr<Driver>& driver() const { return driver_; }
   CuContext context() const { return context_; }
@@ -136,6 +137,7 @@ class DeviceCopier {
   // flight. Those that must not wait for the device do not take it.
   Mutex turns_;
   std::atomic<bool> hurries_{false};
+  std::atomic<bool> refuses_{false};  // the driver has refused for so long: the next Drain tries only once
   // Counted after the driver's call, so that an event recorded after reading it covers at least as many
   // copies.
   std::atomic<Place> enqueued_{0};

@@ -191,7 +191,8 @@ void Engine::Stage(const QueuedBatch& queued) {
   } catch (const std::exception& error) {
     job.FailIn("stage", error);
   }
-  if (device) job.copier()->Drain();  // enqueued copies still read the sources and write to the slot
+  // Enqueued copies still read the sources and write to the slot.
+  if (device && !job.copier()->Drain()) filled.slot.Abandon();
   if (reads) job.EndRead();
   filled.slot.Return();
   if (queued.first_pass) EndFirstCopy(queued);
@@ -276,7 +277,7 @@ void Engine::Await(CopiedChunk* copied) {
     if (filled.batch) return PassToWriters(&filled);
   } catch (const std::exception& error) {
     job.FailIn("await copies", error);
-    job.copier()->Drain();
+    if (!job.copier()->Drain()) filled.slot.Abandon();
   }
   job.EndRead();
   filled.slot.Return();

@@ -117,7 +117,10 @@ void ReadJob::ReadWindows() {
     if (copier_) copier_->WaitForAll();
   } catch (const std::exception& error) {
     Fail(error);
-    if (copier_) copier_->Drain();  // copies enqueued before the error still read from the slots
+    // Copies enqueued before the error still read from the slots.
+    if (copier_ && !copier_->Drain()) {
+      for (Lent& one : lent) one.slot.Abandon();
+    }
   }
 }
 

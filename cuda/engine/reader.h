@@ -73,7 +73,8 @@ class ReadJob {
 
   // Returns whether the job ended within that time: everything is delivered, on devices too, or it failed.
   bool Wait(double seconds);
-  // Abandons what is not delivered and joins every thread. No target is written to afterwards.
+  // Abandons what is not delivered and joins every thread. No target is written to afterwards, as far as the
+  // driver lets this know (DeviceCopier::Drain).
   void Close();
   Result result() const;  // so far
 

@@ -93,8 +93,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // were enqueued on the device. An error fails the job.
   bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
 
-  // These enclose every period in which a source is read, on the host or by enqueued copies. No read begins
-  // once the job has failed: BeginRead then returns false, and EndRead must not be called.
+  // These enclose every period in which a source is read, on the host or by enqueued copies (which may go on
+  // where the driver does not let their end be known: DeviceCopier::Drain). No read begins once the job has
+  // failed: BeginRead then returns false, and EndRead must not be called.
   bool BeginRead();
   void EndRead();
 

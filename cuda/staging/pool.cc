@@ -36,6 +36,12 @@ void Slot::Return() noexcept {
   pool_ = nullptr;
 }
 
+void Slot::Abandon() noexcept {
+  if (data_ != nullptr) pool_->Abandon();
+  data_ = nullptr;
+  pool_ = nullptr;
+}
+
 SlotPool::SlotPool(size_t slot_bytes, size_t most_slots)
     : slot_bytes_(slot_bytes),
       slots_in_segment_(std::max<size_t>(1, kSegmentBytes / std::max<size_t>(1, slot_bytes))),
@@ -51,11 +57,13 @@ SlotPool::~SlotPool() {
   wake_.NotifyAll();
   for (std::thread& thread : threads) thread.join();
   for (Segment& segment : segments_) {
-    if (!segment.locked_by) continue;
-    const ContextScope scope(*segment.locked_by, segment.context);
-    const RelaxedCapture relaxed(*segment.locked_by);
-    if (segment.locked_by->UnregisterHost(segment.mapping->data())) continue;
-    static_cast<void>(segment.mapping.release());  // leaked: the driver still takes it for its own
+    if (!has_abandoned_) {
+      if (!segment.locked_by) continue;
+      const ContextScope scope(*segment.locked_by, segment.context);
+      const RelaxedCapture relaxed(*segment.locked_by);
+      if (segment.locked_by->UnregisterHost(segment.mapping->data())) continue;
+    }
+    static_cast<void>(segment.mapping.release());  // leaked: the driver or the device may still use it
   }
 }
 
@@ -107,6 +115,7 @@ Slot SlotPool::Acquire(const std::function<bool()>& give_up, double* growing_sec
     }
     const bool is_growing = IsGrowing();
     const auto before = std::chrono::steady_clock::now();
+    wake_.NotifyOne();  // builds slots in place of abandoned ones
     free_.WaitUntil(mutex_, before + std::chrono::milliseconds(100));
     if (!is_growing || growing_seconds == nullptr) continue;
     *growing_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
@@ -135,6 +144,12 @@ void SlotPool::Return(uint8_t* data) noexcept {
   const MutexLock lock(mutex_);
   idle_.push_back(data);  // AddSegment has reserved room
   free_.NotifyAll();
+}
+
+void SlotPool::Abandon() noexcept {
+  const MutexLock lock(mutex_);
+  --made_;
+  has_abandoned_ = true;
 }
 
 void SlotPool::Work() {

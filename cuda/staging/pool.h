@@ -53,6 +53,9 @@ class Slot {
   explicit operator bool() const { return data_ != nullptr; }
   uint8_t* data() const { return data_; }
   void Return() noexcept;
+  // Keeps it from being lent again or unmapped, because a device may use it at any time. The pool may then
+  // build another one.
+  void Abandon() noexcept;
 
  private:
   SlotPool* pool_ = nullptr;
@@ -63,7 +66,7 @@ class SlotPool {
  public:
   // `slot_bytes` is a multiple of kAlignment. No memory is taken until Grow.
   SlotPool(size_t slot_bytes, size_t most_slots);
-  ~SlotPool();  // every slot must have been returned
+  ~SlotPool();  // every slot must have been returned or abandoned
 
   // Starts building up to min(`slots`, most_slots) slots in the background: prefaulted, and page-locked once
   // the driver is known. Throws Failure if not even one thread can be started.
@@ -99,6 +102,7 @@ class SlotPool {
   };
 
   void Return(uint8_t* data) noexcept;
+  void Abandon() noexcept;
   void Work();
   void StartThreads() REQUIRES(mutex_);      // as many as have work
   Segment* FindUnlocked() REQUIRES(mutex_);  // null if there is none
@@ -127,6 +131,7 @@ class SlotPool {
   std::string trouble_ GUARDED_BY(mutex_), lock_trouble_ GUARDED_BY(mutex_);
   int trouble_code_ GUARDED_BY(mutex_) = 0;  // errno of trouble_, or 0
   bool stop_ GUARDED_BY(mutex_) = false;
+  bool has_abandoned_ GUARDED_BY(mutex_) = false;  // some slot, which is no longer counted
   std::vector<std::thread> threads_ GUARDED_BY(mutex_);
 };
 

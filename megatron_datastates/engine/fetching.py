@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -85,10 +86,14 @@ def _finish(
 
 
 class _Held:
-    """A file in memory, as long as an object but with holes."""
+    """A file in memory, as long as an object but with holes; where a sandbox refuses that, without a name."""
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create("datastates-window", os.MFD_CLOEXEC)
+        try:
+            self._descriptor = os.memfd_create("datastates-window", os.MFD_CLOEXEC)
+        except OSError:
+            with tempfile.TemporaryFile() as file:
+                self._descriptor = os.dup(file.fileno())
         native.close_in_forked_child(self._descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 

@@ -20,7 +20,7 @@ from megatron_datastates.pipeline.publishing.directory_publisher import Director
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, small_files
 from megatron_datastates.pipeline.publishing.indexes import LOOK_SECONDS, PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread, lost
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart, StableRecord
@@ -136,6 +136,9 @@ class Publisher:
             is_awaited: as in `start`.
         """
         self.indexes.look()
+        if self._thread is not None and self._thread.is_lost and self._save.failure is None:
+            self.is_manifest_in_place &= self._thread.has_begun
+            self._save.fail(lost("publishes the save"))
         near = self.near
         if near is None or not near.has_arrived():
             return

@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_datastates.errors import CorruptDataError, FormatError, UnsafeObjectError, UntrustedClassError
+from megatron_datastates.errors import (
+    CorruptDataError,
+    FormatError,
+    UnsafeObjectError,
+    UntrustedClassError,
+    is_lack_of_memory,
+)
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, EmptyObjects, Mutability, Write
 from megatron_datastates.providers.megatron_classes import (
@@ -190,9 +196,9 @@ def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
     )
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-    except MemoryError:
-        raise
     except Exception as error:
+        if is_lack_of_memory(error):
+            raise MemoryError(str(error)) from error
         raise UnsafeObjectError(f"object {key!r} was not loaded: {type(error).__name__}: {error}") from error
 
 
@@ -368,8 +374,10 @@ def _execute_pickle(data: bytes) -> None:
 def _guarded(load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except (UnsafeObjectError, MemoryError):  # a lack of memory shows no damage
+    except UnsafeObjectError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
+        if is_lack_of_memory(error):  # which shows no damage
+            raise MemoryError(str(error)) from error
         text = str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
         raise _DamagedError(text) from error

@@ -14,6 +14,7 @@ from tests.native.fake_cuda.driver import (
     LAUNCH_FAILURE,
     UNCORRECTABLE_MEMORY,
     UNCORRECTABLE_NVLINK,
+    UNKNOWN,
     FakeCuda,
 )
 from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, random_bytes, save_whole
@@ -94,6 +95,33 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
     with pytest.raises(OSError, match=f"CUDA error {code}"):
         Save(engine, tmp_path / "later", shard(), stream=stream)
     assert engine.close(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("code", [UNKNOWN, INVALID_CONTEXT])
+def test_a_driver_that_refuses_every_wait_holds_no_save_for_ever(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, code: int
+) -> None:
+    """Whether its copies ran is not known, so other slots take the place of theirs, which stay mapped."""
+    engine, stream = device_engines(most_slots=14, tripwire=False), cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.hold_call("cuEventSynchronize")
+    save = Save(engine, tmp_path / "data", shard(14), stream=stream)
+    eventually(lambda: cuda.copies_to_host == 14, "all copies are enqueued")
+    other = Save(engine, tmp_path / "other", [Copy(random_bytes(SLOT), 0)])  # waits for a slot
+    for call in ("cuEventSynchronize", "cuEventRecord"):
+        cuda.fail(call, nth=0, code=code)
+    cuda.release_call("cuEventSynchronize")
+    assert f"CUDA error {code}" in save.failure()
+    other.finish()
+    other.assert_stored()
+    assert engine.pool()["page_locked_bytes"] > 14 * SLOT
+    cuda.let_go()
+    save_whole(engine, tmp_path / "next", shard(8), stream=stream)
+    engine.close()
+    del engine
+    gc.collect()
+    assert cuda.registered_bytes > 0
+    cuda.forget_registered()
 
 
 @pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])

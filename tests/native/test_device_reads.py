@@ -1,6 +1,7 @@
 """Reads to a device, on the fake driver: what arrives, when, and what happens if the device fails."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
-from tests.native.fake_cuda.driver import INVALID_CONTEXT, LAUNCH_FAILURE, FakeCuda
+from tests.native.fake_cuda.driver import INVALID_CONTEXT, LAUNCH_FAILURE, UNKNOWN, FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     MIB,
@@ -233,7 +234,7 @@ def test_a_read_whose_threads_cannot_wait_is_not_over_before_its_copies(
 
 @pytest.fixture
 def target() -> np.ndarray:
-    """For a test that names it before the driver: the fake one's copies outlive a context that is lost."""
+    """For tests that name it before the driver: the fake one's copies outlive a context that is lost."""
     return np.zeros_like(DATA)
 
 
@@ -248,6 +249,26 @@ def test_a_device_that_is_lost_ends_the_read(
         cuda.fail(call, nth=0, code=LAUNCH_FAILURE)
     cuda.release_stream(stream)
     assert "unspecified launch failure" in finish_read(job)[2]
+
+
+def test_a_driver_that_refuses_every_wait_ends_the_read(
+    target: np.ndarray, cuda: FakeCuda, readers: Readers, source: Source
+) -> None:
+    stream = cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.hold_call("cuEventSynchronize")
+    job = start_read(readers(threads=2), [source], [whole(target)], stream)
+    eventually(lambda: cuda.calls("cuEventSynchronize"), "slots wait for the device")
+    for call in ("cuEventRecord", "cuEventSynchronize"):
+        cuda.fail(call, nth=0, code=UNKNOWN)
+    cuda.release_call("cuEventSynchronize")
+    assert "CUDA error 999" in finish_read(job)[2]
+    del job
+    gc.collect()
+    assert cuda.registered_bytes > 0  # its slots are still mapped: the copies may run at any time
+    cuda.let_go()
+    eventually(lambda: len(cuda.calls("ran")) == len(cuda.calls("cuMemcpyHtoDAsync")), "the copies ran")
+    cuda.forget_registered()
 
 
 def test_memory_that_cannot_be_page_locked_still_serves(

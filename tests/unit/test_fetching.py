@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,6 +72,22 @@ def test_an_interrupted_read_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch
     finally:
         signal.signal(signal.SIGINT, before)
     assert open_files(Path("/memfd:datastates-window")) == []
+
+
+def test_where_no_file_in_memory_can_be_made_one_without_a_name_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def deliver(path: Path, file: int, spans: ReadSpans) -> None:
+        seen.append((path.stat().st_size, path.read_bytes()[:3], len(open_files(tmp_path))))
+
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=PermissionError(1, "not permitted")))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(fetching.stores, "read", lambda path, offset, count: b"abc".ljust(count))
+    read_through_windows([(Path("object"), 8 * MIB)], one_byte(), deliver, lambda _: None)
+    assert seen == [(8 * MIB, b"abc", 1)]
+    assert (open_files(tmp_path), os.listdir(tmp_path)) == ([], [])
 
 
 def test_few_windows_are_fetched_before_they_are_delivered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,3 +231,10 @@ def test_where_no_thread_can_be_started_the_caller_encodes(monkeypatch):
 
     monkeypatch.setattr(BackgroundThread, "start", fail)
     assert Encoders().submit(lambda: b"it").result() == b"it"
+
+
+def test_where_the_threads_have_died_the_caller_encodes(monkeypatch):
+    monkeypatch.setattr(BackgroundThread, "_run", id)  # takes the arguments, and returns
+    encoders = Encoders()
+    assert encoders.submit(lambda: b"it").result() == b"it"
+    encoders.close()

@@ -15,6 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -307,3 +308,17 @@ def test_checking_a_large_object_takes_little_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     check_saved(data, "key")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_storage_that_memory_lacks_for_is_no_damage(monkeypatch: pytest.MonkeyPatch, trust: bool) -> None:
+    data, lack = stored({"a": torch.ones(3)}), RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(torch, "load" if trust else "empty", mock.Mock(side_effect=lack))
+    if trust:
+        data = stored(Untrusted())
+    with pytest.raises(MemoryError, match="can't allocate memory"):
+        deserialize(data, "key", trust=trust)
+
+
+class Untrusted:
+    """A class that is on no list."""

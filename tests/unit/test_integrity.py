@@ -6,6 +6,7 @@ import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from megatron_datastates.convert.integrity import data_bytes, verify_source
 from megatron_datastates.convert.integrity_file import encode_sums
+from megatron_datastates.convert.look import UNREADABLE, look_at
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources import pickles
+from megatron_datastates.errors import EngineError
 from megatron_datastates.files import sha256_of
 from megatron_datastates.format.directory import COMMON_FILE, INTEGRITY_NAME, METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.upkeep.verify import Verdict
@@ -163,3 +167,14 @@ def test_an_index_that_is_missing_is_named(theirs: Path) -> None:
     (theirs / ".metadata").unlink()
     code, _, said = run("verify", theirs)
     assert code == 2 and "holds a checkpoint of torch_dist or DCP whose .metadata is missing" in said
+
+
+@pytest.mark.parametrize("lack", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_metadata_that_memory_lacks_for_is_not_damaged(
+    by_dcp: Path, monkeypatch: pytest.MonkeyPatch, lack: Exception
+) -> None:
+    monkeypatch.setattr(pickles._MetadataUnpickler, "load", mock.Mock(side_effect=lack), raising=False)
+    with pytest.raises(EngineError, match=r"\.metadata was not read: there is not enough memory"):
+        open_source(by_dcp)
+    look = look_at(by_dcp)
+    assert (look.state, "not enough memory" in look.problem) == (UNREADABLE, True)

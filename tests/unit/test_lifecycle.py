@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, EngineError
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline import publisher as publisher_module
@@ -31,6 +33,7 @@ from megatron_datastates.pipeline.saving.background import (
     AFTER_POLL_SECONDS,
     COPIES_AFTER_POLL_SECONDS,
     BackgroundThread,
+    in_background,
 )
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
@@ -130,6 +133,71 @@ def no_thread(monkeypatch):
         monkeypatch.setattr(BackgroundThread, "start", limited)
 
     return deny
+
+
+@pytest.fixture
+def lost_thread(monkeypatch):
+    """Ends the thread that runs the function of this name, once, before it has called anything of ours."""
+
+    def lose(name: str) -> None:
+        start = BackgroundThread.start
+
+        def losing(thread: BackgroundThread) -> None:
+            function = thread._function
+            if getattr(function, "func", function).__name__ == name:
+                monkeypatch.setattr(BackgroundThread, "start", start)
+                thread._run = id  # takes the arguments, and returns
+            start(thread)
+
+        monkeypatch.setattr(BackgroundThread, "start", losing)
+
+    return lose
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_a_finishing_thread_that_dies_at_its_start_fails_the_save(saver, tmp_path, lost_thread, mutability):
+    lost_thread("_finish")
+    publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, mutability))
+    began = time.monotonic()
+    FENCE.clear("the step")
+    assert time.monotonic() - began < OPTIONS.fence_deadline / 2
+    assert publication.wait() is Outcome.FAILED
+    assert (
+        "the thread that finishes the save ended too early: is there not enough memory?" in publication.error
+    )
+    assert data_files(tmp_path / "c") == [] and not FENCE.readers
+    assert save(saver, tmp_path / "c", BIG).outcome is Outcome.PUBLISHED
+
+
+def test_a_publishing_thread_that_dies_at_its_start_fails_the_save(saver, tmp_path, lost_thread):
+    lost_thread("_publish")
+    publication = saver.start(tmp_path / "c", State(BIG))
+    assert publication.wait() is Outcome.FAILED
+    assert "the thread that publishes the save ended too early" in publication.error
+    assert not is_published(tmp_path / "c") and data_files(tmp_path / "c") == []
+    assert save(saver, tmp_path / "c", BIG).outcome is Outcome.PUBLISHED
+
+
+def test_an_awaited_save_whose_finishing_thread_dies_fails(saver, tmp_path, lost_thread):
+    lost_thread("_finish")
+    save_ = saver.start(tmp_path / "c", State(BIG)).save
+    save_.await_durable()
+    assert save_.failure is not None
+
+
+def test_what_a_thread_that_died_was_asked_is_an_error(monkeypatch):
+    monkeypatch.setattr(BackgroundThread, "_run", id)
+    with pytest.raises(EngineError, match="ended too early"):
+        in_background(len, [[1], [2]])
+
+
+def test_a_thread_that_raises_is_lost_and_one_that_returns_is_not(monkeypatch):
+    threads = [BackgroundThread(functools.partial(time.sleep, s)) for s in (0.0, -1.0)]
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    for thread in threads:
+        thread.start()
+        assert thread.join(LIMIT_SECONDS)
+    assert [thread.is_lost for thread in threads] == [False, True]
 
 
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)

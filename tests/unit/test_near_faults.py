@@ -36,6 +36,7 @@ from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saving.background import BackgroundThread
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange
 from tests.support.programs import Programs
@@ -239,6 +240,27 @@ def test_an_attempt_that_fails_while_a_job_ends_is_soon_made_again(
     nodes.close()
     nodes.check(1)
     assert "published in the near tiers only" not in caplog.text
+
+
+def test_files_whose_copying_threads_died_are_copied_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.02,))
+    start, lost = BackgroundThread.start, list[BackgroundThread]()
+
+    def losing(thread: BackgroundThread) -> None:
+        if getattr(thread._function, "__name__", "") == "work" and not lost:
+            lost.append(thread)
+            monkeypatch.setattr(thread, "_run", id)  # takes the arguments, and returns
+        start(thread)
+
+    monkeypatch.setattr(drain, "_COPIES", 1)
+    monkeypatch.setattr(BackgroundThread, "start", losing)
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    nodes.close()
+    assert lost
+    nodes.check(1)
 
 
 def fail_copies_at_the_end(monkeypatch: pytest.MonkeyPatch, times: int) -> list[NearSave]:

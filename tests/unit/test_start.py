@@ -77,6 +77,7 @@ def test_without_the_native_module_commands_end_with_one_line_that_says_how_to_b
     [
         ('RuntimeError("can\'t start new thread")', "datastates: can't start new thread: raise "),
         ("MemoryError", "datastates: there is not enough memory: "),
+        ('RuntimeError("DefaultCPUAllocator: can\'t allocate")', "datastates: there is not enough memory: "),
         ('ImportError("libtorch_cpu.so: failed to map segment")', "Traceback (most recent call last):\n"),
     ],
 )
@@ -90,6 +91,14 @@ def test_an_error_that_no_command_expects_does_not_end_with_the_code_of_damage(t
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(printed), done.stderr
+
+
+def test_where_python_does_not_read_names_as_utf8_the_error_says_so():
+    environment = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}
+    command = [sys.executable, "-m", "megatron_datastates", "show", "/none/mod\u00e8le"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    text = "Python reads names as ascii here, expected utf-8: set PYTHONUTF8=1"
+    assert (done.returncode, done.stdout) == (2, "") and text in done.stderr, done.stderr
 
 
 def test_help_usage_errors_and_the_version_import_neither_torch_nor_numpy():

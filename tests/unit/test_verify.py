@@ -211,6 +211,7 @@ def test_an_optimizer_map_that_cannot_be_read_for_lack_of_memory_is_no_fault(tmp
     ("place", "lack"),
     [
         ("providers.objects.Unpickler.load", MemoryError()),
+        ("providers.objects.Unpickler.load", RuntimeError("DefaultCPUAllocator: not enough memory")),
         ("providers.members.zipfile.ZipFile", MemoryError()),
         ("pipeline.loading.load.Checkpoint.read_object_bytes", EngineError("start reader thread")),
     ],
@@ -221,7 +222,7 @@ def test_an_object_that_memory_or_threads_lack_for_is_neither_a_fault_nor_checke
     save(saver, tmp_path, {"w": torch.zeros(8)}, {"state": [1]})
     monkeypatch.setattr(f"megatron_datastates.{place}", mock.Mock(side_effect=lack))
     verdict = verify(tmp_path, options=OPTIONS)
-    why = str(lack) or "there is not enough memory"
+    why = str(lack) if isinstance(lack, EngineError) else "there is not enough memory"
     assert (verdict.faults, verdict.unread) == ([], [f"object 'state': {why}"])
 
 

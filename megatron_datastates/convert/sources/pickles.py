@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import errno
 import functools
 import io
 import mmap
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_datastates.errors import FormatError, UnsafeObjectError
+from megatron_datastates.errors import EngineError, FormatError, UnsafeObjectError, is_lack_of_memory
 from megatron_datastates.files import METADATA_BYTES, open_regular, size_of
 from megatron_datastates.format.values import DTYPES
 
@@ -245,6 +246,7 @@ def load_metadata(path: Path, *, strict: bool = False) -> Metadata:
         OSError: the file cannot be read.
         UnsafeObjectError: it names an object that is not on the allow list.
         FormatError: it is damaged, or is another kind of file.
+        EngineError: there is not enough memory.
     """
     with open_regular(path, METADATA_BYTES) as file:
         if size_of(file) == 0:
@@ -270,6 +272,9 @@ def load_pickle(
     except FormatError as error:
         raise type(error)(f"{where} was not read: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
+        if is_lack_of_memory(error):
+            text = f"{where} was not read: there is not enough memory"
+            raise EngineError(text, code=errno.ENOMEM) from error
         raise FormatError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 

@@ -36,7 +36,7 @@ from megatron_datastates.pipeline.near.job_notes import JobNote, JobNotes
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.publish_queue import REPORTED_ATTEMPT, PublishQueue
 from megatron_datastates.pipeline.near.room import Room
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.background import BackgroundThread, lost
 
 logger = logging.getLogger(__name__)
 _COPIES = 5  # files at a time
@@ -333,6 +333,8 @@ class Drain:
             while not thread.join(_LOOK_SECONDS):  # no other save waits for this copy, which may take long
                 self._write_new_notes()
                 self._publish_and_evict()
+        if any(thread.is_lost for thread in started):
+            raise lost("copies files")
         if errors:
             first = errors[0]
             if isinstance(first, Exception):

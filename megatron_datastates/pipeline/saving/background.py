@@ -6,13 +6,16 @@ import _thread
 import contextlib
 import errno
 import functools
+import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from megatron_datastates.errors import EngineError
 from megatron_datastates.pipeline.saving.flag import Flag
 
 S = TypeVar("S")
@@ -24,6 +27,7 @@ AFTER_POLL_SECONDS = 0.01
 # ends saves that are published, with a collective call).
 COPIES_AFTER_POLL_SECONDS = 0.003
 AFTER_LATE_SECONDS = 0.1  # for storage whose last answer came too late
+_LOOK_SECONDS = 0.1  # how often a wait for a thread looks whether there still is one
 
 
 class _Mark(threading.local):
@@ -36,6 +40,10 @@ _mark = _Mark()
 def is_in_background() -> bool:
     """Returns whether this is one of our threads."""
     return _mark.is_in_background
+
+
+class _Running:
+    """Held by a started thread, and by nothing else: it is gone when the thread is, whatever ended that."""
 
 
 class BackgroundThread:
@@ -56,20 +64,45 @@ class BackgroundThread:
         self._after = after
         self._delay = delay
         self._ended = Flag()
+        self._has_returned = False  # the function
+        self._running: weakref.ref[_Running] | None = None
         self._process = os.getpid()
 
     def start(self) -> None:
         """Starts the thread. Raises RuntimeError if no thread can be started."""
-        _thread.start_new_thread(self._run, ())
+        running = _Running()
+        self._running = weakref.ref(running)
+        _thread.start_new_thread(self._run, (running,))
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the started thread has ended; returns False if it has not after `seconds`.
 
         Returns at once in a forked child, where the thread does not exist.
         """
-        return os.getpid() != self._process or self._ended.wait(seconds)
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        while os.getpid() == self._process and not self._ended.wait(
+            max(min(deadline - time.monotonic(), _LOOK_SECONDS), 0.0)
+        ):
+            if self._running is not None and self._running() is None:  # it found no memory for its first call
+                self._ended.set()
+            elif time.monotonic() >= deadline:
+                return False
+        return True
 
-    def _run(self) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """Whether the function may have been called."""
+        return self._function is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the started thread has ended before the function returned, as where memory lacks.
+
+        Nobody else reports that: there may have been no memory to call the function, nor to handle its error.
+        """
+        return os.getpid() == self._process and self.join(0.0) and not self._has_returned
+
+    def _run(self, running: _Running) -> None:
         after, function = self._after, self._function
         self._after = self._function = None  # a thread that has ended keeps nothing
         try:
@@ -80,9 +113,15 @@ class BackgroundThread:
                 after.join()
             assert function is not None
             function()
+            self._has_returned = True
         finally:
             del after, function
             self._ended.set()
+
+
+def lost(work: str) -> EngineError:
+    """Returns the error for a thread that is lost (BackgroundThread.is_lost)."""
+    return EngineError(f"the thread that {work} ended too early: is there not enough memory?")
 
 
 def in_background(function: Callable[[S], T], parts: Iterable[S]) -> list[T]:
@@ -93,15 +132,23 @@ def in_background(function: Callable[[S], T], parts: Iterable[S]) -> list[T]:
     Raises:
         Exception: the first part's for which `function` raises one. Other parts may be under way.
     """
-    answers: list[Future[T]] = []
+    asked: list[tuple[Future[T], BackgroundThread]] = []
     for part in parts:
-        answers.append(Future())
-        work = functools.partial(_answer, answers[-1], functools.partial(function, part))
+        answer: Future[T] = Future()
+        work = functools.partial(_answer, answer, functools.partial(function, part))
+        asked.append((answer, BackgroundThread(work)))
         try:
-            BackgroundThread(work).start()
+            asked[-1][1].start()
         except RuntimeError:
             work()
-    return [answer.result() for answer in answers]
+    return [_answer_of(*one) for one in asked]
+
+
+def _answer_of(answer: Future[T], thread: BackgroundThread) -> T:
+    while not answer.done():
+        if thread.join(_LOOK_SECONDS) and not answer.done():
+            raise lost("asks storage")
+    return answer.result()
 
 
 def _answer(answer: Future[T], ask: Callable[[], T]) -> None:

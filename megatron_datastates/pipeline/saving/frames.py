@@ -93,8 +93,8 @@ def threads() -> int:
 class _Result:
     """A frame that is to be encoded, by whoever comes first."""
 
-    def __init__(self, encode: Callable[[], bytes], encoders: Encoders) -> None:
-        self._encode, self._encoders = [encode], encoders
+    def __init__(self, encode: Callable[[], bytes]) -> None:
+        self._encode = [encode]
         self._done = Flag()
         self._encoded, self._error = b"", list[BaseException]()
 
@@ -113,8 +113,7 @@ class _Result:
     def result(self) -> bytes:
         """Waits for the encoded frame. Raises what encoding it raised."""
         while not self._done.wait(_WAIT_SECONDS):
-            if self._encoders.is_closed:
-                self.run()
+            self.run()  # the threads may have ended, and are busy otherwise
         if self._error:
             raise self._error[0]
         return self._encoded
@@ -134,7 +133,7 @@ class Encoders:
 
     def submit(self, encode: Callable[[], bytes]) -> _Result:
         """Has a thread call `encode`; where none can be started, as while the interpreter ends, calls it."""
-        result = _Result(encode, self)
+        result = _Result(encode)
         if len(self._threads) < threads() and not self.is_closed:
             thread = BackgroundThread(functools.partial(_work_off, self._work))
             with contextlib.suppress(RuntimeError):

@@ -23,7 +23,7 @@ from megatron_datastates.errors import DataStatesError, forget_frames, is_interr
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.pipeline.saving.background import BackgroundThread, lost
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.saving.links import Link
@@ -177,7 +177,7 @@ class RankSave:
     def _settle(self) -> None:
         """Waits until stable tensors that may change at once are not needed any more."""
         assert self.stable is not None
-        if not self.stable.fence(self.fence_deadline):
+        if not self._wait(self.stable.fence, self.fence_deadline):
             self._cancel(f"tensors that may change at once were not compared in {self.fence_deadline:g} s")
         if self.stable.failure is not None:
             raise self.stable.failure
@@ -224,7 +224,7 @@ class RankSave:
         with trainer_held("fence", self):
             waits: list[Callable[[float], bool]] = [file.fence for file in self._files]
             waits.append(self.tail.wait_read)
-            if not all(wait(max(begin + self.fence_deadline - time.perf_counter(), 0.0)) for wait in waits):
+            if not all(self._wait(wait, begin + self.fence_deadline - time.perf_counter()) for wait in waits):
                 self._cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
@@ -237,11 +237,12 @@ class RankSave:
         if self._save is None:
             return
         self.postponement.end()
+        self._note_lost_finisher()
         begin = time.perf_counter()
         with trainer_held("fence", self):
             for file in self._files:
                 file.await_copies(self.fence_deadline)
-            if not self.tail.wait_read(self.fence_deadline):
+            if not self._wait(self.tail.wait_read, self.fence_deadline):
                 self._cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
@@ -277,6 +278,24 @@ class RankSave:
                 FENCE.discard(self)
                 FENCE.discard_reader(self)
         self._note_failure()
+        self._note_lost_finisher()
+
+    def _wait(self, wait: Callable[[float], bool], seconds: float) -> bool:
+        """Waits for what the finishing thread may have to do; returns False after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not wait(max(min(deadline - time.monotonic(), _WAIT_SECONDS), 0.0)):
+            self._note_lost_finisher()
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _note_lost_finisher(self) -> None:
+        if self._finisher is not None and self._finisher.is_lost and not self.is_durable:
+            self._finisher = None  # what it would have removed is the trainer's now
+            self.fail(lost("finishes the save"))
+            self._cancel(self.failure or "")
+            self.tail.close()
+            self.tail.drop_sources()
 
     def _note_failure(self) -> bool:
         failures = [file.failure for file in self._files if file.failure is not None]

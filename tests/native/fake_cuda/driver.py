@@ -19,6 +19,7 @@ SOURCES = Path(__file__).parent
 ILLEGAL_ACCESS, LAUNCH_FAILURE = 700, 719  # these end the context
 UNCORRECTABLE_MEMORY, UNCORRECTABLE_NVLINK = 214, 220  # and these
 INVALID_CONTEXT = 201  # of the calling thread
+UNKNOWN = 999  # says nothing about the context
 
 
 def build(folder: Path) -> Path:
