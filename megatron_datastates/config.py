@@ -268,8 +268,8 @@ class Options:
         1,
         _positive,
         "N",
-        "copy every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
-        "near (default 1)",
+        "copy every Nth checkpoint from the near tier to --save, those that --save-retain-interval keeps, "
+        "and the last one of a job; the others stay near (default 1)",
         compared=int,  # or parts of different checkpoints are copied, and none is complete
     )
     drain_limit: int = _option(

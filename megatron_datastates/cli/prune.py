@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.errors import StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST
-from megatron_datastates.pipeline.runs.runs import Iteration, stored_bytes
+from megatron_datastates.pipeline.runs.runs import Iteration, file_stats, stored_bytes
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -106,9 +108,9 @@ def prune(
         if drop_optimizer:
             raise click.exceptions.Exit(drop_all(root, rules, other_formats(root), yes, as_json))
         plan = plan_prune(root, rules, other_formats(root))
-        sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
+        sizes, freed = _sizes(root, plan.removed)
         if not as_json:
-            _print_plan(plan, sizes, yes)
+            _print_plan(plan, sizes, freed, yes)
         failed: list[tuple[Iteration, StorageError]] = []
         gone = _prune_with_progress(root, rules, sizes, failed) if yes and plan.removed else []
     swept: list[UnnamedFile] = []
@@ -143,6 +145,18 @@ def other_formats(root: Path) -> OtherFormats:
     return {TORCH_DIST: fault_of_torch_dist}
 
 
+def _sizes(root: Path, removed: Sequence[Iteration]) -> tuple[dict[Path, int], int]:
+    """Returns the bytes of each checkpoint, and of all how many are in no other one, by a hard link."""
+    if is_object(root):
+        sizes = {one.path: stored_bytes(one.path) for one in removed}
+        return sizes, sum(sizes.values())
+    files = {one.path: list(file_stats(one.path)) for one in removed}
+    names = Counter((file.st_dev, file.st_ino) for some in files.values() for file in some)
+    each = {(file.st_dev, file.st_ino): file for some in files.values() for file in some}
+    freed = sum(file.st_size for key, file in each.items() if file.st_nlink == names[key])
+    return {path: sum(file.st_size for file in some) for path, some in files.items()}, freed
+
+
 def _prune_with_progress(
     root: Path, rules: RetentionRules, sizes: dict[Path, int], failed: list[tuple[Iteration, StorageError]]
 ) -> list[Iteration]:
@@ -169,7 +183,7 @@ def _done(done: int, planned: int, noun: str) -> str:
     return f"{done} of {counted(planned, noun)}"
 
 
-def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
+def _print_plan(plan: PrunePlan, sizes: dict[Path, int], freed: int, yes: bool) -> None:
     from megatron_datastates.pipeline.upkeep.left_overs import age_text
 
     remove = "to remove" if yes else "would remove"
@@ -188,7 +202,9 @@ def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
     if plan.note:
         note(plan.note)
     whole = counted(total, "checkpoint")
-    say(f"{remove} {len(plan.removed)} of {whole}, {size_text(sum(sizes.values()))}")
+    size = sum(sizes.values())
+    less = f", which frees {size_text(freed)}: files are shared by hard links" if freed < size else ""
+    say(f"{remove} {len(plan.removed)} of {whole}, {size_text(size)}{less}")
 
 
 def _plain(

@@ -59,7 +59,8 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: int, as_js
     are nan (null in JSON). Optimizer state that is stored in buckets counts by parameter.
 
     Every checkpoint, of any format, is read once; nothing is stored. One that is incomplete or damaged is
-    skipped, with a line on standard error, and the update of the next one is not known then.
+    skipped, with a line on standard error, and the update of the next one is not known then. Those of an
+    abandoned branch, which `ls` marks with a dash, are left out, with a line on standard error, too.
 
     Exit codes: 0 done; 1 done, and some checkpoints were skipped; 2 it cannot be done.
 
@@ -89,7 +90,8 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: int, as_js
 def _follow(run: Path, keys: Sequence[str], memory_bytes: int) -> Trend:
     from megatron_datastates.convert.trend import follow, open_run, select
 
-    selection = select(open_run(run), keys, str(run))
+    steps = open_run(run, lambda path: note(f"datastates: left out {path}: of an abandoned branch"))
+    selection = select(steps, keys, str(run))
     with advancing("reading", selection.bytes) as progress:
         return follow(selection, memory_bytes=memory_bytes, progress=progress)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_datastates.convert.batches import AHEAD, Cut, batches
 from megatron_datastates.convert.diff import THREADS, bytes_of
 from megatron_datastates.convert.drift import Drift, compare_all
-from megatron_datastates.convert.look import COMPLETE, look_at
+from megatron_datastates.convert.look import COMPLETE, Look, look_at_run
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_of_generators, place_of
 from megatron_datastates.convert.sources.source import Source
@@ -24,7 +24,7 @@ from megatron_datastates.convert.views import Tensors, same_keys, view
 from megatron_datastates.convert.workers import ahead
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, describe_error
 from megatron_datastates.format.directory import iteration_in_name
-from megatron_datastates.pipeline.runs.run_folders import checkpoint_directories, is_run, why_no_run
+from megatron_datastates.pipeline.runs.run_folders import is_run, why_no_run
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,11 @@ class Selection:
         return step.tensors.tensors[key].global_shape == self.newest[key].tensors[key].global_shape
 
 
-def open_run(run: Path) -> list[Step]:
+def open_run(run: Path, leave_out: Callable[[Path], None] = lambda path: None) -> list[Step]:
     """Opens all checkpoints of a run. Those that are incomplete or damaged are skipped, with the reason.
+
+    Args:
+        leave_out: called with each checkpoint of an abandoned branch: none of what follows continues it.
 
     Raises:
         NotACheckpointError: it is not a run, or no checkpoint of it can be read.
@@ -113,7 +116,11 @@ def open_run(run: Path) -> list[Step]:
     """
     if not is_run(run):
         raise NotACheckpointError(why_no_run(run))
-    steps = [_open(path) for path in checkpoint_directories(run)]
+    looks = look_at_run(run)
+    for look in looks:
+        if look.abandoned:
+            leave_out(look.path)
+    steps = [_open(look) for look in looks if not look.abandoned]
     opened = [step.tensors for step in steps if step.tensors is not None]
     if not opened:
         why = "; ".join(f"{step.path.name}: {step.skipped}" for step in steps[-1:])
@@ -124,8 +131,8 @@ def open_run(run: Path) -> list[Step]:
     return steps
 
 
-def _open(path: Path) -> Step:
-    look = look_at(path)
+def _open(look: Look) -> Step:
+    path = look.path
     if look.state != COMPLETE:
         return Step(path, skipped=f"{look.state}: {look.problem}")
     try:

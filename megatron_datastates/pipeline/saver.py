@@ -95,6 +95,7 @@ class Saver:
         await_copies: bool = False,
         far_published: Callable[[SaveId, bool], None] | None = None,
         is_of_training: bool = False,
+        is_kept: bool = False,
     ) -> Publication:
         """Starts a save of this rank's part of the state into `directory`.
 
@@ -112,6 +113,7 @@ class Saver:
                 name one; the call then comes after the save is published.
 
             is_of_training: whether a training loop makes it (SaveSession.last_error).
+            is_kept: whether it is to be in `directory`, whatever `drain_every` says; the same on all ranks.
 
         Raises:
             BaseException: KeyboardInterrupt and the like (errors.is_interrupt), which end the save.
@@ -145,7 +147,7 @@ class Saver:
                     ended=self._on_end,
                     released=functools.partial(self._report_once, mode=mode),
                 )
-                publication.is_of_training = is_of_training
+                publication.is_of_training, publication.is_kept = is_of_training, is_kept
                 self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
                 return publication
             finally:

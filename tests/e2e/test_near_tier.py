@@ -315,3 +315,15 @@ def test_ranks_of_one_node_share_its_tier_and_retention_follows_what_is_far(
 
     assert resumed.ranks[0].begun_at == 5
     assert far.published() == [2, 4, 6] and far.tracked() == 6
+
+
+def test_what_retention_keeps_is_drained_whatever_a_job_has_saved_before(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """A job counts its own saves, so that after a restart every third one is another iteration."""
+    nodes = Nodes(tmp_path)
+    how = ["--save-interval", "1", "--save-retain-interval", "2", "--datastates-drain-every", "3"]
+    pretraining.run(*nodes.arguments(*how, "--exit-interval", "4", steps=8))
+    assert nodes.far.published() == [2, 4] and nodes.far.tracked() == 4
+    pretraining.run(*nodes.arguments(*how, "--exit-interval", "7", steps=8))
+    assert nodes.far.published() == [2, 4, 6, 7] and nodes.far.tracked() == 7

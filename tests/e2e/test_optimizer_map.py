@@ -38,3 +38,17 @@ def assert_listed(checkpoint: Checkpoint) -> None:
         weight, main = checkpoint.read_tensor(key), listed[f"optimizer.state.param.{key}"]
         assert main.dtype == "float32"
         assert main.read().to(weight.dtype).equal(weight), key
+
+
+def test_a_run_whose_optimizer_is_not_distributed_is_said_how_to_resume_from_a_reshardable_one(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    how = [*LAYOUTS["dp2"], "--train-iters", "6", "--ckpt-format", "datastates"]
+    how += ["--save", str(tmp_path), "--load", str(tmp_path), "--exit-interval"]
+    plain = ["--use-distributed-optimizer"]
+    pretraining.run(*how, "2", "--dist-ckpt-optim-fully-reshardable")
+    refused = pretraining.start(*how, "6", without=plain).fail()
+    assert all(refused.exits)
+    assert "this run's is not. Resume with --use-distributed-optimizer, save once without" in refused.log
+    pretraining.run(*how, "4")
+    assert pretraining.run(*how, "6", without=plain).ranks[0].begun_at == 4

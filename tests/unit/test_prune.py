@@ -26,6 +26,7 @@ from megatron_datastates.pipeline.upkeep import prune as pruning
 from megatron_datastates.pipeline.upkeep.prune import prune
 from megatron_datastates.pipeline.upkeep.repair import repair
 from megatron_datastates.pipeline.upkeep.retention import RetentionRules, plan_prune
+from megatron_datastates.units import size_text
 from tests.support.capabilities import bound_by_permissions
 from tests.unit import command
 from tests.unit.inspecting import refused as refused_by_command
@@ -355,6 +356,19 @@ def save_job(root, numbers, *resumed):
         saved[number] = Ancestor(number, str(save_id))
     saver.close()
     return saved
+
+
+def test_what_removal_frees_is_said_where_others_keep_files(tmp_path):
+    """As `--datastates-link` leaves them: a file of 100 is in 110, which goes too, and one of 100 in 120."""
+    save_job(tmp_path, [100, 110, 120])
+    assert "which frees" not in command.run("prune", tmp_path, "--keep-last", 1)[1]
+    for other, size in ((110, 50_000), (120, 3_000_000)):
+        (place(tmp_path, 100) / f"shared-{other}.bin").write_bytes(bytes(size))
+        os.link(place(tmp_path, 100) / f"shared-{other}.bin", place(tmp_path, other) / "shared.bin")
+    own = sum(path.stat().st_size for n in (100, 110) for path in place(tmp_path, n).glob("[!s]*"))
+    printed = command.run("prune", tmp_path, "--keep-last", 1)[1]
+    total, freed = size_text(own + 3_100_000), size_text(own + 50_000)
+    assert f"would remove 2 of 3 checkpoints, {total}, which frees {freed}: files are shared" in printed
 
 
 def track(root, number):

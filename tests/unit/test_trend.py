@@ -22,6 +22,7 @@ from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from tests.unit.command import json_of, run
 from tests.unit.states import SMALL
+from tests.unit.test_prune import save_job, track
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -124,6 +125,15 @@ def test_a_block_that_many_tensors_share_is_read_once(tmp_path: Path) -> None:
     for step in selection.steps:
         stored = sum(path.stat().st_size for path in step.path.glob("data-*"))
         assert step.tensors.checkpoint.costs.bytes_read <= stored
+
+
+def test_what_a_rollback_has_abandoned_is_left_out(tmp_path: Path) -> None:
+    """Else the update of 110 would be from 105, which it does not continue."""
+    first = save_job(tmp_path, [100, 105])[100]
+    save_job(tmp_path, [110], first)
+    track(tmp_path, 110)
+    assert [one["iteration"] for one in found(tmp_path)["checkpoints"]] == [100, 110]
+    assert "iter_0000105: of an abandoned branch" in run("trend", tmp_path)[2]
 
 
 def test_progress_reaches_the_total(a_run: Path) -> None:

@@ -14,7 +14,7 @@ from megatron_datastates.format.values import is_of_optimizer
 from megatron_datastates.mcore.load.optimizer_names import KEY
 from megatron_datastates.pipeline.loading.dtypes import torch_dtype
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.loading.optimizer import REMAINDERS, StateTensor
+from megatron_datastates.pipeline.loading.optimizer import PREFIX, REMAINDERS, StateTensor
 
 
 def first_mismatch(
@@ -94,6 +94,12 @@ def _why_without_state(key: str, tensors: Collection[str]) -> str:
     parameter = KEY.fullmatch(key)
     if parameter is None or parameter[3] not in tensors:
         return ""
+    if parameter[2] == "fp32_param" and f"{PREFIX}.param.{parameter[3]}" in tensors:
+        return (
+            ": its optimizer was distributed, saved with --dist-ckpt-optim-fully-reshardable, and this run's "
+            "is not. Resume with --use-distributed-optimizer, save once without that option, and resume from "
+            "that; or load without the optimizer (--no-load-optim)"
+        )
     return (
         ": the parameter was not trained by the run that saved it, or its optimizer keeps no such state. "
         "Load without the optimizer (--no-load-optim)"

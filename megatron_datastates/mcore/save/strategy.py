@@ -92,6 +92,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         # Known in training loops only. Without the first, a save leaves near tiers out.
         self._far_published: FarPublished = _is_not_known
         self._origin: Callable[[], Origin | None] = _is_not_known
+        self._is_kept: Callable[[int | None], bool] = lambda iteration: False
         self.options = options or Options.from_environment()
 
     def is_lazy(self) -> bool:
@@ -170,6 +171,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             await_copies=not self.is_lazy(),
             far_published=self._far_published(directory),
             is_of_training=isinstance(self, TrainingSaveStrategy),
+            is_kept=self._is_kept(iteration),
         )
 
 
@@ -182,6 +184,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         far_published: called with the directory of every checkpoint; returns what is to be called on rank 0
             once it is published there, or None if it is not to be written to a near tier first.
         origin: returns what the job has resumed from, if that is known.
+        is_kept: returns whether the loop's retention keeps the checkpoint of an iteration.
     """
 
     def __init__(
@@ -191,12 +194,14 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         started: Callable[[Publication], None] = lambda publication: None,
         far_published: FarPublished = _is_not_known,
         origin: Callable[[], Origin | None] = _is_not_known,
+        is_kept: Callable[[int | None], bool] = lambda iteration: False,
     ) -> None:
         super().__init__(options=options)
         self._in_loop = in_loop
         self._started = started
         self._far_published = far_published
         self._origin = origin
+        self._is_kept = is_kept
 
     def change(self, options: Options, in_loop: Callable[[], bool]) -> None:
         """Changes how later saves are made."""

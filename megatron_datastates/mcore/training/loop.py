@@ -227,6 +227,7 @@ def _strategy() -> TrainingSaveStrategy:
         retention.note,
         far_published=tracker_writing.far_published,
         origin=lambda: origin(in_loop=is_training()),
+        is_kept=tracker_writing.is_kept,
     )
 
 

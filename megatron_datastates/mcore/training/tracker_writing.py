@@ -202,6 +202,12 @@ def far_published(checkpoint: Path) -> Callable[[SaveId, bool], None] | None:
     return lambda save_id, is_retried: _track(directory, iteration, save_id, interval, number, is_retried)
 
 
+def is_kept(iteration: int | None) -> bool:
+    """Returns whether `--save-retain-interval` is there and keeps the checkpoint of an iteration."""
+    interval = getattr(run_arguments(), "save_retain_interval", None)
+    return iteration is not None and bool(interval and iteration % interval == 0)
+
+
 def _track(
     run: Path, iteration: int, save_id: SaveId, retain_interval: int | None, number: int, is_retried: bool
 ) -> None:

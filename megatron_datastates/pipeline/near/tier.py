@@ -245,7 +245,7 @@ class NearTier:
                 others=near.others,
                 publisher=publisher.in_directory(near.small_files) if is_first else None,
                 publishing=publisher.layouts.publishing,
-                is_drained=near.needs_drain or self._published % every == 0,
+                is_drained=near.needs_drain or publication.is_kept or self._published % every == 0,
                 has_copies=self.replicas is not None and not publication.ranks_without_copies,
                 published=publisher.far_published,
             )

@@ -18,6 +18,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -342,11 +343,12 @@ def stored_bytes(directory: Path) -> int:
     """Returns the bytes of all files below a directory, without those that vanish or cannot be looked at."""
     if is_object(directory):
         return sum(one.bytes for one in stores.all_below(directory))
-    total = 0
+    return sum(one.st_size for one in file_stats(directory))
+
+
+def file_stats(directory: Path) -> Iterator[os.stat_result]:
+    """Yields what is known of each file below a directory, but those that vanish or cannot be looked at."""
     for folder, _, names in os.walk(directory):
         for name in names:
-            try:
-                total += os.lstat(Path(folder) / name).st_size
-            except (FileNotFoundError, PermissionError):
-                continue
-    return total
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                yield os.lstat(Path(folder) / name)
