@@ -170,6 +170,7 @@ class _OwnFiles(Rewriting):
             self._old,
             run_id=f"{self._save_id.run_id:016x}",
             ordinal=self._save_id.ordinal,
+            rewritten=str(self._old.original_save_id),
             index=entry,
             files=[file.entry for file in files.values()],
             providers=[one for one in self._old.providers if self._is_of_any(one.name, keys)],

@@ -87,6 +87,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ancestors: tuple[Ancestor, ...] | msgspec.UnsetType = msgspec.UNSET
     # SHA-256 of the index of DCP (`.metadata`) in whose place the checkpoint is; absent if there was none.
     replaced: str | msgspec.UnsetType = msgspec.UNSET
+    # Save id of the checkpoint from which a later program has made this one in its place; absent if none has.
+    rewritten: str | msgspec.UnsetType = msgspec.UNSET
     parallel: dict[str, int] = {}  # sizes of the parallel groups, by Megatron's names
     others: list[OtherFile] = []
     providers: list[ProviderEntry] = []
@@ -99,6 +101,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def save_id(self) -> SaveId:
         """The save that published the checkpoint."""
         return SaveId(int(self.run_id, 16), self.ordinal)
+
+    @property
+    def original_save_id(self) -> SaveId:
+        """The save of the training, also if the checkpoint was rewritten since."""
+        found = None if self.rewritten is msgspec.UNSET else SaveId.parse(self.rewritten)
+        return self.save_id if found is None else found
 
     def file_save_id(self, file: FileEntry) -> SaveId:
         """The save that wrote one of its data files. ValueError: the entry has no valid save id."""
@@ -245,6 +253,8 @@ def _check(manifest: Manifest, name: str) -> None:
     for ancestor in () if manifest.ancestors is msgspec.UNSET else manifest.ancestors:
         if ancestor.save_id and SaveId.parse(ancestor.save_id) is None:
             refuse(f"{ancestor.save_id!r}, of an ancestor, is not a save id")
+    if manifest.rewritten is not msgspec.UNSET and SaveId.parse(manifest.rewritten) is None:
+        refuse(f"{manifest.rewritten!r}, which was rewritten, is not a save id")
     providers = [provider.name for provider in manifest.providers]
     if len(set(providers)) != len(providers):
         refuse("a provider is named twice")

@@ -125,8 +125,8 @@ def test_a_damaged_tracker_is_not_taken_for_an_older_checkpoint_while_the_newest
     store.fail(f"HEAD .*iter_0000010/{MANIFEST_NAME}", UNAVAILABLE)
     with pytest.raises(StorageError, match=f"{job.directory(10)}/{MANIFEST_NAME} cannot be looked at: "):
         resumable(job.run)
-    read = functools.partial(wrap_read_metadata, lambda name: Path(name).read_text())
+    read = functools.partial(wrap_read_metadata, lambda name: (int(Path(name).read_text()), False))
     with pytest.raises(OSError, match="status_code: 503"):
         read(str(job.run / TRACKER_NAME))
     store.heal()
-    assert read(str(job.run / TRACKER_NAME)) == "10"
+    assert read(str(job.run / TRACKER_NAME)) == (10, False)

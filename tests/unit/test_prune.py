@@ -515,7 +515,7 @@ def test_the_newest_undamaged_one_stays_also_if_it_is_another_one_since_the_plan
 
 
 def test_what_has_lost_its_optimizer_is_none_of_the_last(tmp_path):
-    """It has a save id of its own, so no manifest says that its branch was left."""
+    """But it keeps its place: what the present branch follows is kept before what was left."""
     roll_back(tmp_path, [160, 200])
     drop = ("prune", tmp_path, "--keep-last", "2", "--drop-optimizer", "--yes", "--json")
     found = [json.loads(command.run(*drop)[1]) for _ in range(2)]
@@ -523,5 +523,7 @@ def test_what_has_lost_its_optimizer_is_none_of_the_last(tmp_path):
     for path in tmp_path.rglob("*"):
         age(path, 7200)
     assert removed(tmp_path, keep_last=2) == [100, 160, 200]
+    assert removed(tmp_path, keep_last=3) == [160, 200]
+    assert removed(tmp_path, keep_last=4) == [160]
     (tmp_path / TRACKER_NAME).write_text("")
     assert resumable(tmp_path) == 120

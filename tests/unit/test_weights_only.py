@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -24,7 +25,9 @@ from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop
 from megatron_datastates.errors import CorruptDataError, OptionError, StorageError
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.directory import JOURNAL_NAME
-from megatron_datastates.format.values import is_of_optimizer
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, is_of_optimizer
+from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.upkeep import retention
 from megatron_datastates.pipeline.upkeep.retention import PrunePlan
 from megatron_datastates.pipeline.upkeep.verify import verify
@@ -124,6 +127,17 @@ def test_weights_and_objects_stay_bit_for_bit(root: Path) -> None:
     assert not list(path.glob("*.tmp")) and plan_drop(path) is None
     named = weights_only.names_in_index(path, open_source(path).format)
     assert {one.name for one in path.iterdir() if one.suffix in (".bin", ".distcp")} <= named
+
+
+def test_a_place_in_the_history_of_the_run_stays(both: Path, tmp_path: Path) -> None:
+    """Manifests of later jobs name the save as an ancestor, by the save id of the training."""
+    subprocess.run(["cp", "-a", both / "datastates", tmp_path / "run"], check=True)
+    path = place(tmp_path / "run", 1)
+    before = known_point(path, 1)
+    assert before is not None
+    drop(path)
+    assert known_point(path, 1) == dataclasses.replace(before, is_without_optimizer=True)
+    assert Manifest.decode((path / MANIFEST_NAME).read_bytes(), "it").save_id != before.save_id
 
 
 def test_shared_files_stay_shared(both: Path, tmp_path: Path) -> None:

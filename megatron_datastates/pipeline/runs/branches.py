@@ -50,7 +50,7 @@ class Point:
     """A checkpoint's place in the history of its run.
 
     Attributes:
-        save_id: None for a checkpoint in another format.
+        save_id: of the training, also if the checkpoint was rewritten since; None if it is in another format.
         ancestors: None if they are not known.
         is_without_optimizer: whether the optimizer's state was removed since, so that no job resumes from it.
     """
@@ -105,7 +105,7 @@ class Point:
 def point_of(manifest: Manifest, iteration: int) -> Point:
     """Returns where the checkpoint of a manifest stands."""
     ancestors = None if manifest.ancestors is msgspec.UNSET else manifest.ancestors
-    return Point(iteration, manifest.save_id, ancestors, manifest.is_without_optimizer)
+    return Point(iteration, manifest.original_save_id, ancestors, manifest.is_without_optimizer)
 
 
 def point_in(directory: Path, iteration: int) -> Point | None:

@@ -146,7 +146,7 @@ def by_branch(
 ) -> list[int]:
     """Returns iterations, newest first; those of branches that were left come after all others.
 
-    So do those whose optimizer's state was removed: no job resumes from them.
+    Before them come those whose optimizer's state was removed: no job resumes from them.
     Reads that of the tracked checkpoint first. If it names all that its job and those before it resumed from,
     a few others suffice, read at a time until enough are found: they are large where a run has many ranks.
     Otherwise all are read. Of two branches that leave one checkpoint, that of the tracked checkpoint is the
@@ -158,7 +158,7 @@ def by_branch(
         last: a checkpoint that all were saved before; what it does not follow was left.
     """
     numbers, points = sorted(directories, reverse=True), dict[int, Point | None]()
-    lists, kept = list[Sequence[Job]](), list[int]()
+    lists, kept, weights_only = list[Sequence[Job]](), list[int](), list[int]()
     tracked = tracked_iteration(run / TRACKER_NAME)
     present = None
     if tracked is not None and tracked in directories:
@@ -171,9 +171,12 @@ def by_branch(
         some = numbers[len(points) : len(points) + count]
         count *= 2  # each time, all that were read are judged again
         points |= {number: known_point(directories[number], number) for number in some}
-        kept = _kept(points, lists, present, last)
-    left = set(numbers).difference(kept)
-    return [*kept, *(number for number in numbers if number in left)][:most]
+        kept, weights_only = [], []
+        for number in _kept(points, lists, present, last):
+            point = points[number]
+            has_optimizer = point is None or not point.is_without_optimizer
+            (kept if has_optimizer else weights_only).append(number)
+    return list(dict.fromkeys([*kept, *weights_only, *numbers]))[:most]
 
 
 def abandoned_among(run: Path, points: Mapping[K, Point], tracked: K | None) -> set[K]:
@@ -189,10 +192,9 @@ def abandoned_among(run: Path, points: Mapping[K, Point], tracked: K | None) -> 
     with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
         lists.append(jobs_in(run))
     present = None if tracked is None else points.get(tracked)
-    known = {name: point for name, point in points.items() if not point.is_without_optimizer}
-    kept = _kept(known, lists, present, None)
-    left = known.keys() - kept
-    return {name for name in left if not any(known[other].follows(known[name]) for other in kept)}
+    kept = _kept(points, lists, present, None)
+    left = points.keys() - kept
+    return {name for name in left if not any(points[other].follows(points[name]) for other in kept)}
 
 
 def _kept(
@@ -223,8 +225,6 @@ def has_later_save(directory: Path, save_id: SaveId) -> bool:
 
 
 def _is_left(point: Point | None, history: History, last: Point | None, current: Point | None) -> bool:
-    if point is not None and point.is_without_optimizer:
-        return True  # its new save id is in no history
     if point is None or point.save_id is None:
         return False
     if last is not None and last.knows_its_ancestors:

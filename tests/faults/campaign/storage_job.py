@@ -156,7 +156,9 @@ class _Session:
             self._note("no space for the tracker", number, 0)
         if path.exists():
             wanted = number if path.read_text() else max(self._held)
-            named = tracker_recovery.wrap_read_metadata(lambda name: int(Path(name).read_text()), str(path))
+            named, _ = tracker_recovery.wrap_read_metadata(
+                lambda name: (int(Path(name).read_text()), False), str(path)
+            )
             self._require(named == wanted, {}, f"the tracker leads to {named} instead of {wanted}")
 
     def _require(self, fine: bool, attempt: dict[str, Any], what: str) -> None:
