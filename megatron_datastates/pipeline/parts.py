@@ -87,17 +87,13 @@ class PartSaver(Saver):
         return publication
 
     def _start(self, save: RankSave, provider: StateProvider) -> None:
-        turn = self.session.turn
+        def start() -> None:
+            plan, memory, state = self._plan(provider)
+            save.start(self._get_engine(), plan, memory, state)
+
         if _publishing.owner == threading.get_ident():  # this is a signal handler, and could not publish
             _publishing.require_free()
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                plan, memory, state = self._plan(provider)
-                save.start(self._get_engine(), plan, memory, state)
-            finally:
-                turn.owner = None
+        self.session.turn.take(start)
 
     def _least_stable(self) -> None:
         """Returns None: no tensors get a file of their own."""
@@ -109,12 +105,7 @@ class PartSaver(Saver):
             SaveFailedError: see Publication.publish_parts.
         """
         try:
-            with _publishing.lock:
-                _publishing.owner = threading.get_ident()
-                try:
-                    publication.publish_parts(parts, extras)
-                finally:
-                    _publishing.owner = None
+            _publishing.take(functools.partial(publication.publish_parts, parts, extras))
         finally:
             if publication.outcome is not Outcome.PENDING:
                 self._report_once(publication, _MODE)  # listeners may wait for another thread that saves

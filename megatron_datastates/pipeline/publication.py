@@ -295,10 +295,6 @@ class Publication:
             self.save.cancel_and_remove(reason)
             self.save.drop_sources()
 
-    def interrupt(self, error: BaseException) -> None:
-        """Abandons the save; see polls.Polled."""
-        self.abandon(f"a poll was interrupted by {type(error).__name__}")
-
     def end_if_abandoned(self) -> None:
         """Ends a save that nobody may poll again, once its threads are over. Not collective."""
         if self.is_abandoned and self.join(0.0):

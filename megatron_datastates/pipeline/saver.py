@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import operator
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -118,38 +117,36 @@ class Saver:
             DataStatesError: another save is being started or polled, further up the stack.
             RanksDifferError: on all ranks, in the first save of a world, as SaveSession.agree.
         """
-        session, turn, options = self.session, self.session.turn, self.options
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                session.enter_world()
-                self._abandon_old_world()
-                session.agree(self.options)
-                for earlier in session.begun:  # before this one links what their end would remove
-                    earlier.end_if_abandoned()
-                save_id, ranks = session.next_id(), session.collectives
-                context = SaveContext(
-                    save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
-                )
-                save = RankSave(
-                    context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
-                )
-                publication = Publication(
-                    save,
-                    session.polls,
-                    session.layouts,
-                    self._faults,
-                    extras,
-                    far_published=far_published,
-                    ended=self._on_end,
-                    released=functools.partial(self._report_once, mode=mode),
-                )
-                publication.is_of_training = is_of_training
-                self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
-                return publication
-            finally:
-                turn.owner = None
+        session, options = self.session, self.options
+
+        def start() -> Publication:
+            session.enter_world()
+            self._abandon_old_world()
+            session.agree(options)
+            for earlier in session.begun:  # before this one links what their end would remove
+                earlier.end_if_abandoned()
+            save_id, ranks = session.next_id(), session.collectives
+            context = SaveContext(
+                save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
+            )
+            save = RankSave(
+                context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
+            )
+            publication = Publication(
+                save,
+                session.polls,
+                session.layouts,
+                self._faults,
+                extras,
+                far_published=far_published,
+                ended=self._on_end,
+                released=functools.partial(self._report_once, mode=mode),
+            )
+            publication.is_of_training = is_of_training
+            self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
+            return publication
+
+        return session.turn.take(start)
 
     def _start_save(self, publication: Publication, providers: Providers, *, await_copies: bool) -> None:
         save = publication.save
