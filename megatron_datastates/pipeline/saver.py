@@ -228,8 +228,7 @@ class Saver:
         Not beside another save to the same directory, whichever saver began it: the one that is published
         last removes what only the other one names, and one that has failed may yet remove its link.
         """
-        others = [p.save.context.directory for p in self.session.begun if p.is_at_work]
-        if plan.stable is None or context.directory in others:
+        if plan.stable is None or context.directory in self.session.directories_at_work():
             return None
         file = self.session.links.find(context.folder, plan.stable.layout.digest)
         return Link(file, context.folder, self._faults) if file is not None else None
