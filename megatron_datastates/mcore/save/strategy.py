@@ -178,7 +178,6 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     Args:
         in_loop: returns whether such a loop is running. If not, a save copies everything before it returns.
-        started: called with every asynchronous save after it has started.
         far_published: called with the directory of every checkpoint; returns what is to be called on rank 0
             once it is published there, or None if it is not to be written to a near tier first.
         origin: returns what the job has resumed from, if that is known.
@@ -188,13 +187,11 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         self,
         options: Options | None = None,
         in_loop: Callable[[], bool] = lambda: True,
-        started: Callable[[Publication], None] = lambda publication: None,
         far_published: FarPublished = _is_not_known,
         origin: Callable[[], Origin | None] = _is_not_known,
     ) -> None:
         super().__init__(options=options)
         self._in_loop = in_loop
-        self._started = started
         self._far_published = far_published
         self._origin = origin
 
@@ -204,11 +201,6 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     def transform(self) -> Transform | None:
         return _of_program[0]
-
-    def async_save(self, *args: Any, **kwargs: Any) -> Any:
-        request = super().async_save(*args, **kwargs)
-        self._started(request.async_fn.publication)
-        return request
 
     def start_planned(
         self, state: PlannedState, directory: Path, mode: str, facts: Callable[[], bytes]
@@ -225,10 +217,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
             dcp_facts=facts,
         )
         with trainer_held("start"):
-            publication = self._start_state(state, directory, iteration_in_name(directory.name), mode, extras)
-        if mode == "async":
-            self._started(publication)
-        return publication
+            return self._start_state(state, directory, iteration_in_name(directory.name), mode, extras)
 
     def is_lazy(self) -> bool:
         return self._in_loop()

@@ -218,13 +218,12 @@ def wrap_save_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _strategy() -> TrainingSaveStrategy:
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-    from megatron_datastates.mcore.training import retention, tracker_writing
+    from megatron_datastates.mcore.training import tracker_writing
     from megatron_datastates.mcore.training.origin import origin
 
     return TrainingSaveStrategy(
         _options,
         is_training,
-        retention.note,
         far_published=tracker_writing.far_published,
         origin=lambda: origin(in_loop=is_training()),
     )
