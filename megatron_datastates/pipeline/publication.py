@@ -110,7 +110,6 @@ class Publication:
         self.not_prepared_because = ""  # if a reason is known
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_of_training = False  # made by a training loop, and not by the program itself
-        self.is_reported = False
         if released is not None:  # last: an interrupt may have the trainer released at once
             save.released_callback = functools.partial(released, self)
 

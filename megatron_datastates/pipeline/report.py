@@ -128,11 +128,6 @@ class Reporter:
         for listener in listeners:
             self._call(listener, report)
 
-    def call_listeners(self, report: Report) -> None:
-        """Passes one report to listeners only. Never raises."""
-        for listener in self._listening():
-            self._call(listener, report)
-
     def _call(self, listener: Listener, report: Report) -> None:
         if listener in self.listeners or listener in _of_program:  # another one may have ended it
             _call(listener, report)

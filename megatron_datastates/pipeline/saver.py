@@ -335,9 +335,9 @@ class Saver:
 
         The whole path of a report: held.py -> RankSave.on_trainer_released -> here -> Reporter.emit.
         """
-        if publication.outcome is Outcome.PENDING or publication.hold_report or publication.is_reported:
+        if publication.outcome is Outcome.PENDING or publication.hold_report:
             return
-        publication.is_reported = True
+        publication.save.released_callback = lambda: None  # once; it refers to the publication
         pool = self._pool_facts()
         self._warn_of_memory(publication, pool)
         self.reporter.emit(
@@ -345,7 +345,6 @@ class Saver:
             lambda: save_report(publication, mode) | pool,
             later=not publication.is_awaited,
         )
-        publication.save.released_callback = lambda: None  # it refers to the publication
 
     def _warn_of_memory(self, publication: Publication, pool: dict[str, object]) -> None:
         trouble = pool.get("staging_trouble")

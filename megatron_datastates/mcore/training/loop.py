@@ -326,8 +326,8 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     if unfinished is None:
         return False
     _skipped += 1
-    report = skip_report(iteration, unfinished)
-    if getattr(args, "rank", 0) == 0:  # all ranks skip it
+    report, rank = skip_report(iteration, unfinished), getattr(args, "rank", 0)
+    if rank == 0:  # all ranks skip it
         logger.warning(
             "datastates: iteration %d is not saved, because the save to %s is not finished "
             "(--datastates-while-saving skip; skipped so far: %d)",
@@ -335,9 +335,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
             unfinished,
             _skipped,
         )
-        if options.report_file:
-            saver.reporter.write_later(report)
-    saver.reporter.call_listeners(report)
+    saver.reporter.emit(rank, lambda: report, later=True)
     return True
 
 
