@@ -59,9 +59,7 @@ class PartSaver(Saver):
         Raises:
             SaveFailedError: this rank failed. Its file was removed.
         """
-        save = RankSave(
-            context, self.options.fence_deadline, trust_objects=self.options.trust_objects, awaited=True
-        )
+        save = RankSave(context, self.options, awaited=True)
         ranks = _GivenRanks(context.rank, context.world_size)
         publication = Publication(save, Polls(ranks), self.session.layouts, self._faults)
         publication.is_awaited = True

@@ -129,11 +129,8 @@ class Saver:
             context = SaveContext(
                 save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
             )
-            save = RankSave(
-                context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
-            )
             publication = Publication(
-                save,
+                RankSave(context, options),
                 session.polls,
                 session.layouts,
                 self._faults,

@@ -124,8 +124,11 @@ class IndexExchange:
 
     def store_parts(self, records: Records, parts: Sequence[SavedPart]) -> dict[int, SaveId]:
         """Stores what another program has brought here; returns the save ids of the ranks' files."""
-        for record, part in zip(records, parts, strict=True):
+        written_as = {}
+        for number, part in enumerate(parts):
+            record = records[number]
             for digest, index in zip(record.layouts(), part.indexes, strict=True):
                 self._layouts.add(record.rank, digest, index)
             self._layouts.add_providers(record.providers_digest, part.providers)
-        return {record.rank: part.save_id for record, part in zip(records, parts, strict=True)}
+            written_as[record.rank] = part.save_id
+        return written_as

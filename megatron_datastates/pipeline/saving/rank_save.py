@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
@@ -47,26 +48,15 @@ class RankSave:
     """One rank's part of one save; see the module.
 
     Args:
-        fence_deadline: seconds after which a fence returns although copies are not done, and the save fails.
-        lazy_delay: seconds after which lazy copies begin by themselves (postponement.py).
-        trust_objects: whether to store objects that a load would refuse.
         awaited: the thread that starts the save, whichever it is, waits until it is durable, and nothing that
             it reads changes meanwhile. So no fence knows of it, and the trainer is not charged.
     """
 
-    def __init__(
-        self,
-        context: SaveContext,
-        fence_deadline: float,
-        lazy_delay: float = 0.0,
-        *,
-        trust_objects: bool = False,
-        awaited: bool = False,
-    ) -> None:
+    def __init__(self, context: SaveContext, options: Options, *, awaited: bool = False) -> None:
         self.context = context
         self._awaited = awaited
-        self._trust_objects = trust_objects
-        self.fence_deadline = fence_deadline
+        self._trust_objects = options.trust_objects
+        self.fence_deadline = options.fence_deadline
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
@@ -86,9 +76,9 @@ class RankSave:
         self._finisher: BackgroundThread | None = None  # joined by Saver.close
         self.started_at = time.perf_counter()  # when the save began: its times count from here
         self._serialized_seconds = 0.0
-        self.tail = Tail(trust_objects)
+        self.tail = Tail(options.trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
-        self.postponement = Postponement(self._files, self.held, lazy_delay)
+        self.postponement = Postponement(self._files, self.held, 0.0 if awaited else options.lazy_delay)
         if not awaited and charge_open_intervals(self):  # last: their end uses all of the above
             self.postponement.note_interval()
 

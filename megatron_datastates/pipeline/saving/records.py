@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints, overload
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +117,7 @@ _RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS
 RECORD_BYTES = _RECORD.size
 
 
-class Records(Sequence[RankRecord]):
+class Records:
     """The records of all ranks, in their order, as they were sent.
 
     Attributes:
@@ -135,13 +135,7 @@ class Records(Sequence[RankRecord]):
     def __len__(self) -> int:
         return len(self.columns)
 
-    @overload
-    def __getitem__(self, at: int) -> RankRecord: ...
-    @overload
-    def __getitem__(self, at: slice) -> Records: ...
-    def __getitem__(self, at: int | slice) -> RankRecord | Records:
-        if isinstance(at, slice):
-            return Records(self.columns[at].tobytes())
+    def __getitem__(self, at: int) -> RankRecord:
         begin = range(len(self))[at] * _RECORD.size
         return RankRecord.decode(self._data[begin : begin + _RECORD.size])
 
