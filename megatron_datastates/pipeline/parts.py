@@ -62,7 +62,6 @@ class PartSaver(Saver):
         save = RankSave(context, self.options, awaited=True)
         ranks = _GivenRanks(context.rank, context.world_size)
         publication = Publication(save, Polls(ranks), self.session.layouts, self._faults)
-        publication.is_awaited = True
         with self.session.turn.lock:
             self._unfinished.append(publication)
         try:

@@ -92,7 +92,6 @@ class Publication:
         self.publisher = Publisher(save, layouts, faults, extras or PublicationExtras(), far_published)
         self.collectives = polls.collectives
         self._polls, self._layouts, self._ended = polls, layouts, ended
-        self.is_awaited = False  # the trainer does nothing but wait for this save
         self._lateness = Lateness(save.context.directory, save.context.rank)
         self._lateness_of_others = LatenessOfOthers(save.context.directory, self.collectives.size)
         # The step of the protocol, between polls the same on every rank.
@@ -165,7 +164,7 @@ class Publication:
 
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
-        self.is_awaited = True
+        self.postponement.is_awaited = True
         began, was_publishing = time.monotonic(), self._publishing
         while self.poll(waits=True) is Outcome.PENDING:
             if self._publishing != was_publishing:
@@ -203,7 +202,7 @@ class Publication:
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
         self.save.update()
-        self.publisher.look(is_awaited=self.is_awaited)
+        self.publisher.look()
         if is_first:  # later ones wait for it
             self._look_if_late(1 if sums is None else max(sums.unfinished, 1))
             if sums is not None and self.collectives.rank == 0 and not self._publishing:
@@ -247,7 +246,7 @@ class Publication:
         elif may_publish:
             self._publishing = True
             self._epoch = self._layouts.begin_use()
-            record = self.publisher.record(is_first=self.collectives.rank == 0)
+            record = self.publisher.record()
             self._pending_records = self.collectives.start_gather(record.encode())
 
     def _start_publishing(self, records: Records) -> None:
@@ -259,7 +258,7 @@ class Publication:
             return
         if records[0].forgets:
             self._layouts.forget(self._epoch)
-        self.publisher.start(self.collectives, is_awaited=self.is_awaited)
+        self.publisher.start(self.collectives)
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome, publisher = outcome, self.publisher

@@ -74,12 +74,8 @@ class Publisher:
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
-    def record(self, *, is_first: bool) -> RankRecord:
-        """Returns what this rank sends to all ranks.
-
-        Args:
-            is_first: whether this is rank 0, which decides when layouts are forgotten.
-        """
+    def record(self) -> RankRecord:
+        """Returns what this rank sends to all ranks."""
         save, file, times = self._save, self._save.file, self._save.times()
         layouts, stable = self.indexes.own, save.stable.shared if save.stable is not None else None
         index_bytes, providers_bytes = self.indexes.unknown_bytes()
@@ -102,19 +98,15 @@ class Publisher:
             providers_bytes=providers_bytes,
             node=self.place.node,
             is_near=save.context.near is not None,
-            forgets=is_first and self.layouts.should_forget(),
+            forgets=save.context.rank == 0 and self.layouts.should_forget(),
             host=self.place.host,
             endpoint=self.place.endpoint,
             iteration=-1 if save.context.iteration is None else save.context.iteration,
             stable=stable_record(stable, layouts[1].digest, index_bytes[1]) if stable else StableRecord(),
         )
 
-    def start(self, collectives: Collectives, *, is_awaited: bool) -> None:
-        """Starts to publish, now that the records of all ranks are here. Collective.
-
-        Args:
-            is_awaited: the trainer does nothing but wait for this save.
-        """
+    def start(self, collectives: Collectives) -> None:
+        """Starts to publish, now that the records of all ranks are here. Collective."""
         records = self.records
         if records.columns["is_near"].any():
             self.near = NearShare(
@@ -127,26 +119,23 @@ class Publisher:
             self.indexes.start(collectives, sizes)
         if collectives.rank == 0:
             self.layouts.add_providers(*self.indexes.providers)
-            self._run(self._publish, is_awaited)
+            self._run(self._publish)
 
-    def look(self, *, is_awaited: bool) -> None:
-        """Notices what has arrived from other ranks; starts this rank's part of publishing near.
-
-        Args:
-            is_awaited: as in `start`.
-        """
+    def look(self) -> None:
+        """Notices what has arrived from other ranks; starts this rank's part of publishing near."""
         self.indexes.look()
         near = self.near
         if near is None or not near.has_arrived():
             return
         if near.has_part:
-            self._run(functools.partial(self._publish_near, near), is_awaited, writes_manifest=near.stores)
+            self._run(functools.partial(self._publish_near, near), writes_manifest=near.stores)
         else:
             self._done.set()
 
-    def _run(self, function: Callable[[], None], is_awaited: bool, *, writes_manifest: bool = True) -> None:
+    def _run(self, function: Callable[[], None], *, writes_manifest: bool = True) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        delay, before = 0.0 if is_awaited else AFTER_POLL_SECONDS, self.layouts.publisher
+        delay = 0.0 if self._save.postponement.is_awaited else AFTER_POLL_SECONDS
+        before = self.layouts.publisher
         thread = BackgroundThread(function, after=before, delay=delay)
         try:
             self.is_manifest_in_place = writes_manifest  # until the thread reports that it is not
@@ -179,7 +168,7 @@ class Publisher:
 
     def part(self) -> SavedPart:
         """Returns this rank's part of a durable save."""
-        record = self.record(is_first=self._save.context.rank == 0)
+        record = self.record()
         # A rank that stores nothing has a layout, and no data file.
         indexes = tuple(layout.index for layout in self.indexes.own[: len(record.layouts())])
         return SavedPart(self._save.context.save_id, record.encode(), indexes, self.indexes.providers[1])

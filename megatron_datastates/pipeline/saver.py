@@ -340,7 +340,7 @@ class Saver:
         self.reporter.emit(
             publication.save.context.rank,
             lambda: save_report(publication, mode) | pool,
-            later=not publication.is_awaited,
+            later=not publication.postponement.is_awaited,
         )
 
     def _warn_of_memory(self, publication: Publication, pool: dict[str, object]) -> None:

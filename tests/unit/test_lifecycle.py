@@ -169,7 +169,7 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG, {"x": 1}))
     while second.poll() is Outcome.PENDING:
-        second.is_awaited = is_awaited
+        second.postponement.is_awaited = is_awaited
     assert second.outcome is Outcome.PUBLISHED, second.error
     (one, beside), (other, here) = ran
     assert one == tmp_path / "first" and beside is not threading.current_thread()

@@ -262,8 +262,8 @@ class Noting:
     """A save that notes what it is stepped with."""
 
     def __init__(self, *, is_over: bool = False) -> None:
-        self.is_over, self.is_awaited, self.sums_flags = is_over, False, True
-        self.postponement = SimpleNamespace(charge=lambda: None, end_at_poll=lambda is_awaited: None)
+        self.is_over, self.sums_flags = is_over, True
+        self.postponement = SimpleNamespace(charge=lambda: None, end_at_poll=lambda: None)
         self.steps: list[tuple[Flags | None, bool]] = []
         self.is_abandoned = False
 

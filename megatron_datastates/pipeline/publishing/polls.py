@@ -72,7 +72,6 @@ class Polled(Protocol):
     """A save that polls advance."""
 
     postponement: Postponement  # of what waits for a poll
-    is_awaited: bool  # the trainer does nothing but wait for this save
 
     @property
     def is_over(self) -> bool:
@@ -172,5 +171,5 @@ class Polls:
         flags = [flag for save in self._in_sum for flag in save.flags()]
         self._pending_sum = self.collectives.start_sum(flags) if flags else None
         for save in self._saves:  # last, as it takes cores
-            save.postponement.end_at_poll(is_awaited=save.is_awaited)
+            save.postponement.end_at_poll()
         return over

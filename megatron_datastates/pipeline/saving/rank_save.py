@@ -54,7 +54,6 @@ class RankSave:
 
     def __init__(self, context: SaveContext, options: Options, *, awaited: bool = False) -> None:
         self.context = context
-        self._awaited = awaited
         self._trust_objects = options.trust_objects
         self.fence_deadline = options.fence_deadline
         self.held = HeldTime()
@@ -78,7 +77,7 @@ class RankSave:
         self._serialized_seconds = 0.0
         self.tail = Tail(options.trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
-        self.postponement = Postponement(self._files, self.held, 0.0 if awaited else options.lazy_delay)
+        self.postponement = Postponement(self._files, self.held, options.lazy_delay, awaited)
         if not awaited and charge_open_intervals(self):  # last: their end uses all of the above
             self.postponement.note_interval()
 
@@ -189,7 +188,7 @@ class RankSave:
             file.remove()
 
     def _watch(self, plan: StatePlan) -> None:
-        if self._awaited:
+        if self.postponement.is_awaited:
             self._confirm()
             return
         FENCE.add_reader(self)
