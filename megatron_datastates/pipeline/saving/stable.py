@@ -55,8 +55,8 @@ class StableFile:
         self.link_error: OSError | None = None  # why the earlier file could not be linked
         self._link_tried = Flag()
         self._settled = Flag()  # whether the file is linked or written is decided
-        self._deciding, self._is_deciding = threading.RLock(), False  # one thread decides that, once
-        self._lock = threading.RLock()  # no job begins once the save is cancelled; see tail._EntryWrite
+        # One thread decides that, once, and no job begins once the save is cancelled; see tail._EntryWrite.
+        self._lock, self._is_deciding = threading.RLock(), False
         self._cancelled = ""
         self._process = os.getpid()  # a forked child waits for nothing, and takes no lock
         self._error: Exception | None = None
@@ -94,7 +94,7 @@ class StableFile:
         except Exception as error:
             self._error = error
         # Another thread may ask what the save still reads: multiprocessing's, which shares tensors.
-        with self._deciding:
+        with self._lock:
             if not self._settled.is_set():
                 if self._is_deciding:  # this is a signal handler that interrupts the decision
                     return False
