@@ -282,7 +282,7 @@ class Publication:
             f"{causes}{more}. {_KEPT if self.keeps_files else _NOTHING}"
         )
         if not self.keeps_files:
-            self.save.remove_as_others_failed()
+            self.save.cancel_and_remove("another rank failed", failed_elsewhere=True)
         self._end(Outcome.FAILED)
 
     def abandon(self, reason: str) -> None:

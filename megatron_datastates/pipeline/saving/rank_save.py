@@ -298,16 +298,14 @@ class RankSave:
             self.advance()
         self.advance()
 
-    def remove_as_others_failed(self) -> None:
-        """Cancels the save and removes its files once ranks have agreed that it failed on some of them.
+    def cancel_and_remove(self, reason: str, *, failed_elsewhere: bool = False) -> None:
+        """Cancels the save and removes its files. Only valid while no manifest can name them.
 
-        This rank does not log it as an error of its own: rank 0 logs which ranks failed, and why.
+        Args:
+            failed_elsewhere: ranks have agreed on that. This rank does not log it as an error of its own:
+                rank 0 logs which ranks failed, and why.
         """
-        self._failed_elsewhere = True
-        self.cancel_and_remove("another rank failed")
-
-    def cancel_and_remove(self, reason: str) -> None:
-        """Cancels the save and removes its files. Only valid while no manifest can name them."""
+        self._failed_elsewhere |= failed_elsewhere
         # Order: the finishing thread reads _removal_wanted after it has set _durable, so one of the two
         # threads sees the other's flag and removes the file (removing it twice does no harm).
         self._removal_wanted.set()
@@ -415,7 +413,17 @@ class RankSave:
         while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
             if (error := save.failure) is not None:
                 raise error
-        footer = self._footer(save, data_end, entries, group)
+        context = self.context
+        footer = Footer(
+            context.save_id,
+            context.rank,
+            context.world_size,
+            data_end,
+            save.layout.digest,
+            entries,
+            save.block_checksums(),
+            group=group,
+        ).encode()
         save.finish(footer)
         self._written.set()
         while not save.wait_durable():
@@ -426,16 +434,3 @@ class RankSave:
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
         check_saved(stored, key, trust=self._trust_objects)
-
-    def _footer(self, save: FileSave, data_end: int, entries: Sequence[TailEntry], group: int) -> bytes:
-        context = self.context
-        return Footer(
-            context.save_id,
-            context.rank,
-            context.world_size,
-            data_end,
-            save.layout.digest,
-            entries,
-            save.block_checksums(),
-            group=group,
-        ).encode()
