@@ -32,15 +32,11 @@ _PATIENCE_SECONDS = 5.0  # for a file that hangs, once
 Report = dict[str, Any]
 
 
-def _always() -> bool:
-    return True
-
-
 class Listener(NamedTuple):
     """What is called with reports on the trainer's thread."""
 
     callback: Callable[[Report], object]
-    is_listening: Callable[[], bool] = _always  # making a report for nobody costs the trainer time
+    is_listening: Callable[[], bool] = lambda: True  # making a report for nobody costs the trainer time
 
     def __eq__(self, other: object) -> bool:
         """Returns whether both call the same, and not what only has equal values, as dataclasses have.

@@ -39,6 +39,7 @@ from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.marks import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.publication import Publication
+from megatron_datastates.pipeline.publishing.collectives import gather_objects
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saver_pool import saver_for
@@ -129,21 +130,18 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         publication.wait()
         raise_if_failed(publication)
 
-    def _extras(self) -> PublicationExtras:
-        own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-        return PublicationExtras(
-            parallel=parallel_sizes(),
-            other_files=own,
-            superseded=FILES_OF_TORCH_DIST,
-            metadata=self._document,
-            origin=self._origin(),
-        )
-
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
         directory = path_of(checkpoint_dir)
         iteration = _iteration(sharded_state_dict, directory)
-        publication = self._start_state(sharded, directory, iteration, mode, self._extras())
+        extras = PublicationExtras(
+            parallel=parallel_sizes(),
+            other_files=(COMMON_FILE,) if versions.installed().writes_common_file else (),
+            superseded=FILES_OF_TORCH_DIST,
+            metadata=self._document,
+            origin=self._origin(),
+        )
+        publication = self._start_state(sharded, directory, iteration, mode, extras)
         publication.is_prepared = sharded.thin is not None
         publication.not_prepared_because = preparing.obstacle()
         return publication
@@ -315,10 +313,8 @@ def _determine(
         return distribution
     rank, stored_by = torch.distributed.get_rank(group), distribution.main_rank_for_shard
     held = {_sharded_tensor_shard_id(item) for item in _tensors_in(sharded_state_dict)}
-    lacking: list[Any] = [None] * torch.distributed.get_world_size(group)
-    own = any(main == rank and shard not in held for shard, main in stored_by.items())
-    torch.distributed.all_gather_object(lacking, own, group)
-    return original(sharded_state_dict, group) if any(lacking) else distribution
+    is_lacking = any(main == rank and shard not in held for shard, main in stored_by.items())
+    return original(sharded_state_dict, group) if any(gather_objects(is_lacking, group)) else distribution
 
 
 def _tensors_in(sharded_state_dict: Any) -> list[ShardedTensor]:
