@@ -23,8 +23,8 @@ from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart, StableRecord
-from megatron_datastates.pipeline.saving.stable import stable_record
+from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
+from megatron_datastates.pipeline.saving.stable import stable_fields
 
 
 class Publisher:
@@ -102,7 +102,7 @@ class Publisher:
             host=self.place.host,
             endpoint=self.place.endpoint,
             iteration=-1 if save.context.iteration is None else save.context.iteration,
-            stable=stable_record(stable, layouts[1].digest, index_bytes[1]) if stable else StableRecord(),
+            **(stable_fields(stable, layouts[1].digest, index_bytes[1]) if stable else {}),
         )
 
     def start(self, collectives: Collectives) -> None:

@@ -118,7 +118,7 @@ class IndexExchange:
             if first:
                 self._layouts.add(record.rank, record.layout_digest, data[:first])
             if second:
-                self._layouts.add(record.rank, record.stable.layout_digest, data[first : first + second])
+                self._layouts.add(record.rank, record.stable_layout_digest, data[first : first + second])
             if listed:
                 self._layouts.add_providers(record.providers_digest, data[first + second :])
 

@@ -23,6 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
@@ -30,7 +31,7 @@ from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
-from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile, StableRecord
+from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile
 
 _WAIT_SECONDS = 0.1
 
@@ -279,15 +280,15 @@ class StableFile:
         return times
 
 
-def stable_record(file: SharedFile, layout_digest: bytes, layout_bytes: int) -> StableRecord:
-    """Returns what the other ranks have to know of the file."""
+def stable_fields(file: SharedFile, layout_digest: bytes, layout_bytes: int) -> dict[str, Any]:
+    """Returns what the other ranks have to know of the file: fields of a RankRecord."""
     durable = file.durable
-    return StableRecord(
-        durable.bytes,
-        durable.footer_offset,
-        durable.footer_crc,
-        layout_digest,
-        layout_bytes,
-        file.save_id.ordinal,
-        file.content_sha256,
-    )
+    return {
+        "stable_file_bytes": durable.bytes,
+        "stable_footer_offset": durable.footer_offset,
+        "stable_footer_crc": durable.footer_crc,
+        "stable_layout_digest": layout_digest,
+        "stable_layout_bytes": layout_bytes,
+        "stable_ordinal": file.save_id.ordinal,
+        "stable_content_sha256": file.content_sha256,
+    }
