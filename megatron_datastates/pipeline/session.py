@@ -87,22 +87,17 @@ class SaveSession:
         ordinal = context.save_id.ordinal
         if publication.outcome is Outcome.PUBLISHED:
             self._published = max(self._published, (ordinal, context.directory))
-            self._note_of_training(publication)
+        elif publication.is_abandoned:  # not on all ranks alike
             return
-        if publication.is_abandoned:  # not on all ranks alike
-            return
-        self._failed = [failed for failed in self._failed if failed > self._published[0]]
-        self._failed.append(ordinal)
-        if len(self._failed) > 1 and ordinal > self._published[0]:
-            last = ", and none was published before"
-            if self._published[1] is not None:
-                last = f" since {self._published[1].name} was published"
-            publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
-        self._note_of_training(publication)
-
-    def _note_of_training(self, publication: Publication) -> None:
+        else:
+            self._failed = [failed for failed in self._failed if failed > self._published[0]]
+            self._failed.append(ordinal)
+            if len(self._failed) > 1 and ordinal > self._published[0]:
+                last = ", and none was published before"
+                if self._published[1] is not None:
+                    last = f" since {self._published[1].name} was published"
+                publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
         if publication.is_of_training:
-            ordinal = publication.save.context.save_id.ordinal
             self._last = max(self._last, (ordinal, publication.error or ""))
 
     @property
