@@ -18,9 +18,13 @@ from megatron_datastates.pipeline.near.share import NearPlace, NearShare
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, small_files
-from megatron_datastates.pipeline.publishing.indexes import LOOK_SECONDS, PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.saving.background import (
+    AFTER_POLL_SECONDS,
+    BackgroundThread,
+    is_in_background,
+)
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
@@ -144,25 +148,13 @@ class Publisher:
             return
         except RuntimeError as error:  # no thread could be started, on this rank only
             cause = error.with_traceback(None)
-        # While the interpreter ends, Python starts no threads; the program may still wait for its saves.
-        if self._can_publish_here(before):
+        # While the interpreter ends, Python starts no threads; the program may still wait for its saves. This
+        # waits for an earlier one, but not for long: that may need something that only polls notice.
+        if before is None or before.join(PATIENCE_SECONDS):
             function()
         else:
             self.is_manifest_in_place = False
             self._save.fail(cause)
-
-    def _can_publish_here(self, before: BackgroundThread | None) -> bool:
-        """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
-
-        Not longer: an earlier save's thread may wait for something that only polls notice.
-        """
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.indexes.is_awaited:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(LOOK_SECONDS)
-            self.indexes.look()
-        return before is None or before.join(max(deadline - time.monotonic(), 0.0))
 
     # -- where another program brings the ranks together (parts.py) -------------------------------------
 
@@ -190,7 +182,8 @@ class Publisher:
     def _publish(self) -> None:
         """Publishes on rank 0; or prepares what all ranks need to do so near."""
         try:
-            self.indexes.store(self.records, lambda: self.is_given_up)
+            # The trainer's own thread, where no other could be started, has to look itself.
+            self.indexes.store(self.records, lambda: self.is_given_up or not is_in_background())
             if self.near is not None:  # changes nothing in --save: waits for no drain that publishes there
                 self.is_manifest_in_place = False  # until this rank stores it
                 self.near.offer(self._new_small_files())

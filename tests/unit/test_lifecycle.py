@@ -24,6 +24,8 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing import indexes
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.pipeline.saving import rank_save
@@ -178,20 +180,28 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
 
 
 @pytest.mark.parametrize("looks", [3, 10**9], ids=["late", "never"])
-def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, monkeypatch, looks):
+def test_a_trainer_that_publishes_looks_for_the_indexes_itself(
+    saver, tmp_path, no_thread, monkeypatch, looks
+):
+    gather = Collectives.gather_to_first
+
     class Indexes:
         looks = 0
+
+        def __init__(self, *args):
+            self.result = gather(*args).result
 
         def is_over(self) -> bool:
             self.looks += 1
             return self.looks >= looks
 
-    monkeypatch.setattr(publisher_module, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(Collectives, "gather_to_first", lambda *args: Indexes(*args))
+    monkeypatch.setattr(indexes, "PATIENCE_SECONDS", 0.1)
+    no_thread("_publish")
     publication = saver.start(tmp_path / "c", State(BIG))
-    publication.publisher.indexes._pending = Indexes()
-    assert publication.publisher._can_publish_here(None) == (looks == 3)
-    publication.publisher.indexes._pending = None
-    assert publication.wait() is Outcome.PUBLISHED
+    assert publication.wait() is (Outcome.PUBLISHED if looks == 3 else Outcome.FAILED)
+    assert looks == 3 or "the ranks' indexes did not arrive" in publication.error
+    assert is_published(tmp_path / "c") == bool(data_files(tmp_path / "c")) == (looks == 3)
 
 
 def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):
