@@ -35,7 +35,7 @@ import functools
 import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError, is_interrupt
@@ -209,7 +209,7 @@ class Publication:
                 others = sums.unfinished if self.save.is_durable else 0
                 self._lateness_of_others.look(others, sums.unfinished_rank)
         if self._pending_errors is not None:
-            self._fail(self._pending_errors.result())
+            self._fail(decode_failures(self._pending_errors.result()))
         elif sums is not None:
             self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
@@ -272,8 +272,8 @@ class Publication:
         if ended is not None:
             ended(self)
 
-    def _fail(self, failures: bytes) -> None:
-        failed = decode_failures(failures)
+    def _fail(self, failed: Mapping[int, str]) -> None:
+        """Ends the save on this rank, with the errors of the ranks that have failed."""
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in itertools.islice(failed.items(), 3))
         more = f" (and {len(failed) - 3} more ranks)" if len(failed) > 3 else ""
         context = self.save.context
@@ -339,9 +339,7 @@ class Publication:
             self._end(Outcome.PUBLISHED)
             return
         self.keeps_files = self.publisher.is_manifest_in_place
-        rank = self.collectives.rank
-        failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
-        self._fail(b"".join(failures))
+        self._fail({self.collectives.rank: self.save.failure})
         cause = self.save.cause
         if cause is not None and is_interrupt(cause):
             raise cause
