@@ -113,7 +113,7 @@ class Reporter:
             later: the trainer does not wait for the thread that writes it, because it is in a poll: the file
                 may be on slow storage, and statistics of thousands of ranks take milliseconds.
         """
-        listeners = self._listening()
+        listeners = [listener for listener in (*self.listeners, *_of_program) if _is_listening(listener)]
         if listeners:
             report = make()
             make = functools.partial(dict, report)
@@ -122,14 +122,8 @@ class Reporter:
             if not later:
                 self._await_file()
         for listener in listeners:
-            self._call(listener, report)
-
-    def _call(self, listener: Listener, report: Report) -> None:
-        if listener in self.listeners or listener in _of_program:  # another one may have ended it
-            _call(listener, report)
-
-    def _listening(self) -> list[Listener]:
-        return [listener for listener in (*self.listeners, *_of_program) if _is_listening(listener)]
+            if listener in self.listeners or listener in _of_program:  # another one may have ended it
+                _call(listener, report)
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all reports are written; returns False if they are not after `seconds`."""
