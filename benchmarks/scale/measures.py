@@ -25,6 +25,7 @@ from benchmarks import machine
 from benchmarks.scale.loads import enter_world, plan_load, request_of
 from benchmarks.scale.models import Model, Parallel
 from benchmarks.scale.ranks import RankState, rank_states
+from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
@@ -227,7 +228,7 @@ def _make_files(directory: Path, records: Sequence[RankRecord], ordinal: int) ->
 def _publish(store: LayoutStore, encoded: bytes, directory: Path, ordinal: int) -> None:
     """Goes from the records of all ranks to a manifest in place, by rank 0's own code."""
     records = Records(encoded)
-    save = RankSave(SaveContext(SaveId(1, ordinal), directory, 0, len(records), iteration=ordinal), 60.0)
+    save = RankSave(SaveContext(SaveId(1, ordinal), directory, 0, len(records), iteration=ordinal), Options())
     publisher = Publisher(save, store, Faults(""), PublicationExtras(), far_published=None)
     publisher.records = records
     publisher._publish()

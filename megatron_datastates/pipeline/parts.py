@@ -59,12 +59,9 @@ class PartSaver(Saver):
         Raises:
             SaveFailedError: this rank failed. Its file was removed.
         """
-        save = RankSave(
-            context, self.options.fence_deadline, trust_objects=self.options.trust_objects, awaited=True
-        )
+        save = RankSave(context, self.options, awaited=True)
         ranks = _GivenRanks(context.rank, context.world_size)
         publication = Publication(save, Polls(ranks), self.session.layouts, self._faults)
-        publication.is_awaited = True
         with self.session.turn.lock:
             self._unfinished.append(publication)
         try:
@@ -87,17 +84,13 @@ class PartSaver(Saver):
         return publication
 
     def _start(self, save: RankSave, provider: StateProvider) -> None:
-        turn = self.session.turn
+        def start() -> None:
+            plan, memory, state = self._plan(provider)
+            save.start(self._get_engine(), plan, memory, state)
+
         if _publishing.owner == threading.get_ident():  # this is a signal handler, and could not publish
             _publishing.require_free()
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                plan, memory, state = self._plan(provider)
-                save.start(self._get_engine(), plan, memory, state)
-            finally:
-                turn.owner = None
+        self.session.turn.take(start)
 
     def _least_stable(self) -> None:
         """Returns None: no tensors get a file of their own."""
@@ -109,12 +102,7 @@ class PartSaver(Saver):
             SaveFailedError: see Publication.publish_parts.
         """
         try:
-            with _publishing.lock:
-                _publishing.owner = threading.get_ident()
-                try:
-                    publication.publish_parts(parts, extras)
-                finally:
-                    _publishing.owner = None
+            _publishing.take(functools.partial(publication.publish_parts, parts, extras))
         finally:
             if publication.outcome is not Outcome.PENDING:
                 self._report_once(publication, _MODE)  # listeners may wait for another thread that saves

@@ -35,7 +35,7 @@ import functools
 import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError, is_interrupt
@@ -92,7 +92,6 @@ class Publication:
         self.publisher = Publisher(save, layouts, faults, extras or PublicationExtras(), far_published)
         self.collectives = polls.collectives
         self._polls, self._layouts, self._ended = polls, layouts, ended
-        self.is_awaited = False  # the trainer does nothing but wait for this save
         self._lateness = Lateness(save.context.directory, save.context.rank)
         self._lateness_of_others = LatenessOfOthers(save.context.directory, self.collectives.size)
         # The step of the protocol, between polls the same on every rank.
@@ -111,7 +110,6 @@ class Publication:
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_of_training = False  # made by a training loop, and not by the program itself
         self.is_kept = False  # by the program's retention: a near tier brings it to its directory
-        self.is_reported = False
         if released is not None:  # last: an interrupt may have the trainer released at once
             save.released_callback = functools.partial(released, self)
 
@@ -167,7 +165,7 @@ class Publication:
 
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
-        self.is_awaited = True
+        self.postponement.is_awaited = True
         began, was_publishing = time.monotonic(), self._publishing
         while self.poll(waits=True) is Outcome.PENDING:
             if self._publishing != was_publishing:
@@ -205,14 +203,14 @@ class Publication:
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
         self.save.update()
-        self.publisher.look(is_awaited=self.is_awaited)
+        self.publisher.look()
         if is_first:  # later ones wait for it
             self._look_if_late(1 if sums is None else max(sums.unfinished, 1))
             if sums is not None and self.collectives.rank == 0 and not self._publishing:
                 others = sums.unfinished if self.save.is_durable else 0
                 self._lateness_of_others.look(others, sums.unfinished_rank)
         if self._pending_errors is not None:
-            self._fail(self._pending_errors.result())
+            self._fail(decode_failures(self._pending_errors.result()))
         elif sums is not None:
             self._act(sums, is_first=is_first, may_publish=may_publish)
         return self._publishing or self.is_over
@@ -249,7 +247,7 @@ class Publication:
         elif may_publish:
             self._publishing = True
             self._epoch = self._layouts.begin_use()
-            record = self.publisher.record(is_first=self.collectives.rank == 0)
+            record = self.publisher.record()
             self._pending_records = self.collectives.start_gather(record.encode())
 
     def _start_publishing(self, records: Records) -> None:
@@ -261,7 +259,7 @@ class Publication:
             return
         if records[0].forgets:
             self._layouts.forget(self._epoch)
-        self.publisher.start(self.collectives, is_awaited=self.is_awaited)
+        self.publisher.start(self.collectives)
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome, publisher = outcome, self.publisher
@@ -275,8 +273,8 @@ class Publication:
         if ended is not None:
             ended(self)
 
-    def _fail(self, failures: bytes) -> None:
-        failed = decode_failures(failures)
+    def _fail(self, failed: Mapping[int, str]) -> None:
+        """Ends the save on this rank, with the errors of the ranks that have failed."""
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in itertools.islice(failed.items(), 3))
         more = f" (and {len(failed) - 3} more ranks)" if len(failed) > 3 else ""
         context = self.save.context
@@ -285,7 +283,7 @@ class Publication:
             f"{causes}{more}. {_KEPT if self.keeps_files else _NOTHING}"
         )
         if not self.keeps_files:
-            self.save.remove_as_others_failed()
+            self.save.cancel_and_remove("another rank failed", failed_elsewhere=True)
         self._end(Outcome.FAILED)
 
     def abandon(self, reason: str) -> None:
@@ -295,10 +293,6 @@ class Publication:
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.cancel_and_remove(reason)
             self.save.drop_sources()
-
-    def interrupt(self, error: BaseException) -> None:
-        """Abandons the save; see polls.Polled."""
-        self.abandon(f"a poll was interrupted by {type(error).__name__}")
 
     def end_if_abandoned(self) -> None:
         """Ends a save that nobody may poll again, once its threads are over. Not collective."""
@@ -346,9 +340,7 @@ class Publication:
             self._end(Outcome.PUBLISHED)
             return
         self.keeps_files = self.publisher.is_manifest_in_place
-        rank = self.collectives.rank
-        failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
-        self._fail(b"".join(failures))
+        self._fail({self.collectives.rank: self.save.failure})
         cause = self.save.cause
         if cause is not None and is_interrupt(cause):
             raise cause

@@ -18,13 +18,18 @@ from megatron_datastates.pipeline.near.share import NearPlace, NearShare
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, small_files
-from megatron_datastates.pipeline.publishing.indexes import LOOK_SECONDS, PATIENCE_SECONDS, IndexExchange
+from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread, lost
+from megatron_datastates.pipeline.saving.background import (
+    AFTER_POLL_SECONDS,
+    BackgroundThread,
+    is_in_background,
+    lost,
+)
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart, StableRecord
-from megatron_datastates.pipeline.saving.stable import stable_record
+from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
+from megatron_datastates.pipeline.saving.stable import stable_fields
 
 
 class Publisher:
@@ -74,12 +79,8 @@ class Publisher:
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
-    def record(self, *, is_first: bool) -> RankRecord:
-        """Returns what this rank sends to all ranks.
-
-        Args:
-            is_first: whether this is rank 0, which decides when layouts are forgotten.
-        """
+    def record(self) -> RankRecord:
+        """Returns what this rank sends to all ranks."""
         save, file, times = self._save, self._save.file, self._save.times()
         layouts, stable = self.indexes.own, save.stable.shared if save.stable is not None else None
         index_bytes, providers_bytes = self.indexes.unknown_bytes()
@@ -102,19 +103,15 @@ class Publisher:
             providers_bytes=providers_bytes,
             node=self.place.node,
             is_near=save.context.near is not None,
-            forgets=is_first and self.layouts.should_forget(),
+            forgets=save.context.rank == 0 and self.layouts.should_forget(),
             host=self.place.host,
             endpoint=self.place.endpoint,
             iteration=-1 if save.context.iteration is None else save.context.iteration,
-            stable=stable_record(stable, layouts[1].digest, index_bytes[1]) if stable else StableRecord(),
+            **(stable_fields(stable, layouts[1].digest, index_bytes[1]) if stable else {}),
         )
 
-    def start(self, collectives: Collectives, *, is_awaited: bool) -> None:
-        """Starts to publish, now that the records of all ranks are here. Collective.
-
-        Args:
-            is_awaited: the trainer does nothing but wait for this save.
-        """
+    def start(self, collectives: Collectives) -> None:
+        """Starts to publish, now that the records of all ranks are here. Collective."""
         records = self.records
         if records.columns["is_near"].any():
             self.near = NearShare(
@@ -127,14 +124,10 @@ class Publisher:
             self.indexes.start(collectives, sizes)
         if collectives.rank == 0:
             self.layouts.add_providers(*self.indexes.providers)
-            self._run(self._publish, is_awaited)
+            self._run(self._publish)
 
-    def look(self, *, is_awaited: bool) -> None:
-        """Notices what has arrived from other ranks; starts this rank's part of publishing near.
-
-        Args:
-            is_awaited: as in `start`.
-        """
+    def look(self) -> None:
+        """Notices what has arrived from other ranks; starts this rank's part of publishing near."""
         self.indexes.look()
         if self._thread is not None and self._thread.is_lost and self._save.failure is None:
             self.is_manifest_in_place &= self._thread.has_begun
@@ -143,13 +136,14 @@ class Publisher:
         if near is None or not near.has_arrived():
             return
         if near.has_part:
-            self._run(functools.partial(self._publish_near, near), is_awaited, writes_manifest=near.stores)
+            self._run(functools.partial(self._publish_near, near), writes_manifest=near.stores)
         else:
             self._done.set()
 
-    def _run(self, function: Callable[[], None], is_awaited: bool, *, writes_manifest: bool = True) -> None:
+    def _run(self, function: Callable[[], None], *, writes_manifest: bool = True) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        delay, before = 0.0 if is_awaited else AFTER_POLL_SECONDS, self.layouts.publisher
+        delay = 0.0 if self._save.postponement.is_awaited else AFTER_POLL_SECONDS
+        before = self.layouts.publisher
         thread = BackgroundThread(function, after=before, delay=delay)
         try:
             self.is_manifest_in_place = writes_manifest  # until the thread reports that it is not
@@ -158,31 +152,19 @@ class Publisher:
             return
         except RuntimeError as error:  # no thread could be started, on this rank only
             cause = error.with_traceback(None)
-        # While the interpreter ends, Python starts no threads; the program may still wait for its saves.
-        if self._can_publish_here(before):
+        # While the interpreter ends, Python starts no threads; the program may still wait for its saves. This
+        # waits for an earlier one, but not for long: that may need something that only polls notice.
+        if before is None or before.join(PATIENCE_SECONDS):
             function()
         else:
             self.is_manifest_in_place = False
             self._save.fail(cause)
 
-    def _can_publish_here(self, before: BackgroundThread | None) -> bool:
-        """Returns whether all that a publishing thread would wait for is there within PATIENCE_SECONDS.
-
-        Not longer: an earlier save's thread may wait for something that only polls notice.
-        """
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.indexes.is_awaited:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(LOOK_SECONDS)
-            self.indexes.look()
-        return before is None or before.join(max(deadline - time.monotonic(), 0.0))
-
     # -- where another program brings the ranks together (parts.py) -------------------------------------
 
     def part(self) -> SavedPart:
         """Returns this rank's part of a durable save."""
-        record = self.record(is_first=self._save.context.rank == 0)
+        record = self.record()
         # A rank that stores nothing has a layout, and no data file.
         indexes = tuple(layout.index for layout in self.indexes.own[: len(record.layouts())])
         return SavedPart(self._save.context.save_id, record.encode(), indexes, self.indexes.providers[1])
@@ -204,7 +186,8 @@ class Publisher:
     def _publish(self) -> None:
         """Publishes on rank 0; or prepares what all ranks need to do so near."""
         try:
-            self.indexes.store(self.records, lambda: self.is_given_up)
+            # The trainer's own thread, where no other could be started, has to look itself.
+            self.indexes.store(self.records, lambda: self.is_given_up or not is_in_background())
             if self.near is not None:  # changes nothing in --save: waits for no drain that publishes there
                 self.is_manifest_in_place = False  # until this rank stores it
                 self.near.offer(self._new_small_files())

@@ -32,15 +32,11 @@ _PATIENCE_SECONDS = 5.0  # for a file that hangs, once
 Report = dict[str, Any]
 
 
-def _always() -> bool:
-    return True
-
-
 class Listener(NamedTuple):
     """What is called with reports on the trainer's thread."""
 
     callback: Callable[[Report], object]
-    is_listening: Callable[[], bool] = _always  # making a report for nobody costs the trainer time
+    is_listening: Callable[[], bool] = lambda: True  # making a report for nobody costs the trainer time
 
     def __eq__(self, other: object) -> bool:
         """Returns whether both call the same, and not what only has equal values, as dataclasses have.
@@ -117,7 +113,7 @@ class Reporter:
             later: the trainer does not wait for the thread that writes it, because it is in a poll: the file
                 may be on slow storage, and statistics of thousands of ranks take milliseconds.
         """
-        listeners = self._listening()
+        listeners = [listener for listener in (*self.listeners, *_of_program) if _is_listening(listener)]
         if listeners:
             report = make()
             make = functools.partial(dict, report)
@@ -126,19 +122,8 @@ class Reporter:
             if not later:
                 self._await_file()
         for listener in listeners:
-            self._call(listener, report)
-
-    def call_listeners(self, report: Report) -> None:
-        """Passes one report to listeners only. Never raises."""
-        for listener in self._listening():
-            self._call(listener, report)
-
-    def _call(self, listener: Listener, report: Report) -> None:
-        if listener in self.listeners or listener in _of_program:  # another one may have ended it
-            _call(listener, report)
-
-    def _listening(self) -> list[Listener]:
-        return [listener for listener in (*self.listeners, *_of_program) if _is_listening(listener)]
+            if listener in self.listeners or listener in _of_program:  # another one may have ended it
+                _call(listener, report)
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all reports are written; returns False if they are not after `seconds`."""

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import operator
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -120,38 +119,33 @@ class Saver:
             DataStatesError: another save is being started or polled, further up the stack.
             RanksDifferError: on all ranks, in the first save of a world, as SaveSession.agree.
         """
-        session, turn, options = self.session, self.session.turn, self.options
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                session.enter_world()
-                self._abandon_old_world()
-                session.agree(self.options)
-                for earlier in session.begun:  # before this one links what their end would remove
-                    earlier.end_if_abandoned()
-                save_id, ranks = session.next_id(), session.collectives
-                context = SaveContext(
-                    save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
-                )
-                save = RankSave(
-                    context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
-                )
-                publication = Publication(
-                    save,
-                    session.polls,
-                    session.layouts,
-                    self._faults,
-                    extras,
-                    far_published=far_published,
-                    ended=self._on_end,
-                    released=functools.partial(self._report_once, mode=mode),
-                )
-                publication.is_of_training, publication.is_kept = is_of_training, is_kept
-                self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
-                return publication
-            finally:
-                turn.owner = None
+        session, options = self.session, self.options
+
+        def start() -> Publication:
+            session.enter_world()
+            self._abandon_old_world()
+            session.agree(options)
+            for earlier in session.begun:  # before this one links what their end would remove
+                earlier.end_if_abandoned()
+            save_id, ranks = session.next_id(), session.collectives
+            context = SaveContext(
+                save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
+            )
+            publication = Publication(
+                RankSave(context, options),
+                session.polls,
+                session.layouts,
+                self._faults,
+                extras,
+                far_published=far_published,
+                ended=self._on_end,
+                released=functools.partial(self._report_once, mode=mode),
+            )
+            publication.is_of_training, publication.is_kept = is_of_training, is_kept
+            self._start_save(publication, providers, await_copies=await_copies or not options.lazy)
+            return publication
+
+        return session.turn.take(start)
 
     def _start_save(self, publication: Publication, providers: Providers, *, await_copies: bool) -> None:
         save = publication.save
@@ -233,8 +227,7 @@ class Saver:
         Not beside another save to the same directory, whichever saver began it: the one that is published
         last removes what only the other one names, and one that has failed may yet remove its link.
         """
-        others = [p.save.context.directory for p in self.session.begun if p.is_at_work]
-        if plan.stable is None or context.directory in others:
+        if plan.stable is None or context.directory in self.session.directories_at_work():
             return None
         file = self.session.links.find(context.folder, plan.stable.layout.digest)
         return Link(file, context.folder, self._faults) if file is not None else None
@@ -341,17 +334,16 @@ class Saver:
 
         The whole path of a report: held.py -> RankSave.on_trainer_released -> here -> Reporter.emit.
         """
-        if publication.outcome is Outcome.PENDING or publication.hold_report or publication.is_reported:
+        if publication.outcome is Outcome.PENDING or publication.hold_report:
             return
-        publication.is_reported = True
+        publication.save.released_callback = lambda: None  # once; it refers to the publication
         pool = self._pool_facts()
         self._warn_of_memory(publication, pool)
         self.reporter.emit(
             publication.save.context.rank,
             lambda: save_report(publication, mode) | pool,
-            later=not publication.is_awaited,
+            later=not publication.postponement.is_awaited,
         )
-        publication.save.released_callback = lambda: None  # it refers to the publication
 
     def _warn_of_memory(self, publication: Publication, pool: dict[str, object]) -> None:
         trouble = pool.get("staging_trouble")

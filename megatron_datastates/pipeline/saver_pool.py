@@ -12,6 +12,7 @@ import importlib
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TypeVar
 
 from megatron_datastates.config import Options
@@ -53,6 +54,11 @@ def agree(options: Options) -> None:
     with session.turn.lock:
         session.enter_world()
         session.agree(options)
+
+
+def directories_at_work() -> list[Path]:
+    """Returns the directories in which this process's saves may yet change something. On any thread."""
+    return _session().directories_at_work()
 
 
 def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> AnySaver:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from pathlib import Path
 
 from megatron_datastates.config import Options
@@ -28,19 +29,13 @@ class SaveSession:
     """The state that all saves of a process share. Used by one thread at a time, whose `turn` it is."""
 
     def __init__(self) -> None:
-        self.layouts = LayoutStore()
         self.plans = Plans(_KEPT_PLANS)
-        self.links = Links()
-        self.collectives = Collectives()
         self.turn = Turn()
         self.begun: list[Publication] = []  # all that may yet change something in their directories
-        self._polls = Polls(self.collectives, self.turn)
         self.memory_wait_reported = False  # logged once
+        self._publishing = threading.Lock()  # see LayoutStore
         self._published: tuple[int, Path | None] = 0, None  # the last one's ordinal, and its directory
-        self._failed: list[int] = []  # the ordinals of later saves that have failed
-        self._last: tuple[int, str] = 0, ""  # the ordinal of the training loop's last save, and its error
-        self._run_id: int | None = None
-        self._ordinal = 0
+        self.begin_world(Collectives())
 
     def enter_world(self) -> None:
         """Starts afresh if torch.distributed was initialized (again) since the last save.
@@ -49,16 +44,21 @@ class SaveSession:
         have new numbers and peers, so that nothing the old ones agreed on is valid.
         """
         if not self.collectives.is_current():
-            self.collectives, self.layouts = Collectives(), LayoutStore(self.layouts.publishing)
-            self._run_id, self._ordinal, self.links = None, 0, Links()
-            self._published, self._failed, self._last = (0, self._published[1]), [], (0, "")
+            self.begin_world(Collectives())
 
-    @property
-    def polls(self) -> Polls:
-        """The unfinished saves of this world."""
-        if self._polls.collectives is not self.collectives:
-            self._polls = Polls(self.collectives, self.turn)
-        return self._polls
+    def begin_world(self, collectives: Collectives) -> None:
+        """Forgets all that ranks have agreed on."""
+        self.collectives, self.polls = collectives, Polls(collectives, self.turn)
+        self.layouts, self.links = LayoutStore(self._publishing), Links()
+        self._published = 0, self._published[1]
+        self._failed: list[int] = []  # the ordinals of later saves that have failed
+        self._last: tuple[int, str] = 0, ""  # the ordinal of the training loop's last save, and its error
+        self._run_id: int | None = None
+        self._ordinal = 0
+
+    def directories_at_work(self) -> list[Path]:
+        """Returns the directories in which saves may yet change something. On any thread."""
+        return [save.save.context.directory for save in self.begun if save.is_at_work]
 
     def agree(self, options: Options) -> None:
         """Draws the id of the run in this world, and compares releases and options; collective until then.
@@ -87,22 +87,17 @@ class SaveSession:
         ordinal = context.save_id.ordinal
         if publication.outcome is Outcome.PUBLISHED:
             self._published = max(self._published, (ordinal, context.directory))
-            self._note_of_training(publication)
+        elif publication.is_abandoned:  # not on all ranks alike
             return
-        if publication.is_abandoned:  # not on all ranks alike
-            return
-        self._failed = [failed for failed in self._failed if failed > self._published[0]]
-        self._failed.append(ordinal)
-        if len(self._failed) > 1 and ordinal > self._published[0]:
-            last = ", and none was published before"
-            if self._published[1] is not None:
-                last = f" since {self._published[1].name} was published"
-            publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
-        self._note_of_training(publication)
-
-    def _note_of_training(self, publication: Publication) -> None:
+        else:
+            self._failed = [failed for failed in self._failed if failed > self._published[0]]
+            self._failed.append(ordinal)
+            if len(self._failed) > 1 and ordinal > self._published[0]:
+                last = ", and none was published before"
+                if self._published[1] is not None:
+                    last = f" since {self._published[1].name} was published"
+                publication.error = f"{publication.error} {len(self._failed)} saves have failed{last}."
         if publication.is_of_training:
-            ordinal = publication.save.context.save_id.ordinal
             self._last = max(self._last, (ordinal, publication.error or ""))
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import SaveId
@@ -43,7 +44,8 @@ class DeviceSave:
             state.add(key, tensor, Mutability.NOW if key in eager else Mutability.AT_FENCE)
         plan = plan_state(state, [])
         self.layout = plan.layout
-        self.save = RankSave(SaveContext(self._save_id, folder, 0, 1), fence_deadline)
+        options = Options(fence_deadline=fence_deadline, lazy_delay=0.0)
+        self.save = RankSave(SaveContext(self._save_id, folder, 0, 1), options)
         begin = time.perf_counter()
         self.save.start(engine, plan, locate(state), Collected(state))
         self.start_seconds = time.perf_counter() - begin

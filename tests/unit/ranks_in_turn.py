@@ -95,7 +95,7 @@ class RanksInTurn:
     @staticmethod
     def _session(rank: int, size: int, parts: Parts) -> SaveSession:
         session = SaveSession()
-        session.collectives = CollectivesInTurn(rank, size, parts)  # type: ignore[assignment]
+        session.begin_world(CollectivesInTurn(rank, size, parts))  # type: ignore[arg-type]
         return session
 
     def save(

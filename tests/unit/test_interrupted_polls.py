@@ -94,11 +94,11 @@ def test_an_interrupt_while_records_are_exchanged_leaves_later_saves_alone(
 def interrupt_while_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
     look = Publisher.look
 
-    def interrupted(publisher: Publisher, *, is_awaited: bool) -> None:
+    def interrupted(publisher: Publisher) -> None:
         if publisher._thread is not None:
             monkeypatch.undo()
             raise KeyboardInterrupt
-        look(publisher, is_awaited=is_awaited)
+        look(publisher)
 
     monkeypatch.setattr(Publisher, "look", interrupted)
 

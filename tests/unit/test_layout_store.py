@@ -131,7 +131,7 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
     store.forget(store.begin_use())
     store.merged(more[1])
     with pytest.raises(KeyError):
-        store.merged(saves[3][:1])
+        store.merged(Records.of([saves[3][0]]))
     with pytest.raises(KeyError):
         store.providers(user)
 

@@ -26,6 +26,8 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline import publisher as publisher_module
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.publishing import indexes
+from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.pipeline.saving import rank_save
@@ -237,7 +239,7 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
     no_thread("_publish")
     second = saver.start(tmp_path / "second", State(BIG, {"x": 1}))
     while second.poll() is Outcome.PENDING:
-        second.is_awaited = is_awaited
+        second.postponement.is_awaited = is_awaited
     assert second.outcome is Outcome.PUBLISHED, second.error
     (one, beside), (other, here) = ran
     assert one == tmp_path / "first" and beside is not threading.current_thread()
@@ -246,20 +248,28 @@ def test_a_publishing_thread_that_cannot_start_is_the_trainers(
 
 
 @pytest.mark.parametrize("looks", [3, 10**9], ids=["late", "never"])
-def test_a_trainer_that_publishes_looks_for_the_indexes_itself(saver, tmp_path, monkeypatch, looks):
+def test_a_trainer_that_publishes_looks_for_the_indexes_itself(
+    saver, tmp_path, no_thread, monkeypatch, looks
+):
+    gather = Collectives.gather_to_first
+
     class Indexes:
         looks = 0
+
+        def __init__(self, *args):
+            self.result = gather(*args).result
 
         def is_over(self) -> bool:
             self.looks += 1
             return self.looks >= looks
 
-    monkeypatch.setattr(publisher_module, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(Collectives, "gather_to_first", lambda *args: Indexes(*args))
+    monkeypatch.setattr(indexes, "PATIENCE_SECONDS", 0.1)
+    no_thread("_publish")
     publication = saver.start(tmp_path / "c", State(BIG))
-    publication.publisher.indexes._pending = Indexes()
-    assert publication.publisher._can_publish_here(None) == (looks == 3)
-    publication.publisher.indexes._pending = None
-    assert publication.wait() is Outcome.PUBLISHED
+    assert publication.wait() is (Outcome.PUBLISHED if looks == 3 else Outcome.FAILED)
+    assert looks == 3 or "the ranks' indexes did not arrive" in publication.error
+    assert is_published(tmp_path / "c") == bool(data_files(tmp_path / "c")) == (looks == 3)
 
 
 def test_a_trainer_publishes_only_after_earlier_saves(saver, tmp_path, no_thread, monkeypatch):

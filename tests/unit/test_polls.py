@@ -262,16 +262,16 @@ class Noting:
     """A save that notes what it is stepped with."""
 
     def __init__(self, *, is_over: bool = False) -> None:
-        self.is_over, self.is_awaited, self.sums_flags = is_over, False, True
-        self.postponement = SimpleNamespace(charge=lambda: None, end_at_poll=lambda is_awaited: None)
+        self.is_over, self.sums_flags = is_over, True
+        self.postponement = SimpleNamespace(charge=lambda: None, end_at_poll=lambda: None)
         self.steps: list[tuple[Flags | None, bool]] = []
-        self.is_interrupted = False
+        self.is_abandoned = False
 
     def flags(self) -> Flags:
         return Flags(1, 0, 0, 0, 0, 0)
 
-    def interrupt(self, error: BaseException) -> None:
-        self.is_interrupted = True
+    def abandon(self, reason: str) -> None:
+        self.is_abandoned = True
 
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
         self.steps.append((sums, is_first))
@@ -287,7 +287,7 @@ def test_a_sum_of_saves_that_are_gone_is_not_read(how: str) -> None:
     if how == "error":
         with pytest.raises(RuntimeError, match="a peer is gone"):
             polls.poll(gone)
-        assert gone.is_interrupted
+        assert gone.is_abandoned
     else:
         polls.discard(gone)
     polls.poll(later)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.saving.records import STABLE_GROUP, RankRecord, Records, StableRecord
+from megatron_datastates.pipeline.saving.records import STABLE_GROUP, RankRecord, Records
 
 SAVE, OTHER = SaveId(0xA, 7), SaveId(0xA, 8)
 
 
-NOTHING = StableRecord()
-
-
-def record(rank: int, *, bytes: int = 0, stable: StableRecord = NOTHING, providers: str = "") -> RankRecord:
+def record(rank: int, *, bytes: int = 0, providers: str = "", **stable: Any) -> RankRecord:
     return RankRecord(
         rank,
         bytes > 0,
@@ -25,8 +24,19 @@ def record(rank: int, *, bytes: int = 0, stable: StableRecord = NOTHING, provide
         0,
         *[0.5] * 7,
         providers_digest=(16 * providers).encode(),
-        stable=stable,
+        **stable,
     )
+
+
+def stable_file(ordinal: int) -> dict[str, Any]:
+    return {
+        "stable_file_bytes": 4096,
+        "stable_footer_offset": 512,
+        "stable_footer_crc": 9,
+        "stable_layout_digest": 16 * b"s",
+        "stable_ordinal": ordinal,
+        "stable_content_sha256": bytes([ordinal]) * 32,
+    }
 
 
 @pytest.fixture
@@ -36,13 +46,12 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Records:
     def unexpected(data: bytes) -> RankRecord:
         raise AssertionError("a record is decoded: at many ranks, that takes long")
 
-    earlier, new = (StableRecord(4096, 512, 9, 16 * b"s", 0, n, bytes([n]) * 32) for n in (3, 7))
     found = Records.of(
         [
             record(0, bytes=8192, providers="p"),
             record(1, providers="q"),
-            record(2, stable=earlier),
-            record(3, bytes=16384, stable=new, providers="p"),
+            record(2, **stable_file(3)),
+            record(3, bytes=16384, providers="p", **stable_file(7)),
         ]
     )
     monkeypatch.setattr(RankRecord, "decode", unexpected)

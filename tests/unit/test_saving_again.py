@@ -184,7 +184,7 @@ def test_saves_of_a_world_that_is_gone_are_forgotten(tmp_path):
     saver = new_saver()
     for number in range(3):
         saver.start(tmp_path / str(number), State(fresh(number)))
-        saver.session.collectives = Collectives()  # as after torch.distributed was initialized anew
+        saver.session.begin_world(Collectives())  # as after torch.distributed was initialized anew
     saver._abandon_old_world()
     assert all(one.join(60.0) for one in saver._unfinished)
     saver._abandon_old_world()

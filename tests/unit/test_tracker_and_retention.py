@@ -28,7 +28,7 @@ from megatron_datastates.engine import atomic_files
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training import arguments, retention, tracker_recovery, tracker_writing
-from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline import saver_pool
 from megatron_datastates.pipeline.runs import tracker
 from tests.support.capabilities import bound_by_permissions
 from tests.unit.states import SMALL
@@ -325,20 +325,18 @@ def test_the_garbage_collector_runs_during_a_deletion(root: Path, monkeypatch: p
 def being_saved(directory: Path) -> Any:
     """Returns what retention looks at of an asynchronous save."""
     context = SimpleNamespace(directory=directory)
-    return SimpleNamespace(outcome=Outcome.PENDING, save=SimpleNamespace(context=context))
+    return SimpleNamespace(is_at_work=True, save=SimpleNamespace(context=context))
 
 
 def test_what_saves_are_writing_is_not_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a rollback, say, into a directory that an earlier save had completed."""
-    monkeypatch.setattr(retention, "_under_way", [])
     (root / TRACKER_NAME).write_text("200")
     again, other = being_saved(root / "iter_0000100"), being_saved(root / "iter_0000400")
-    retention.note(again)
-    retention.note(other)
+    monkeypatch.setattr(saver_pool._session(), "begun", [again, other])
     assert not deleted(root, 100) and retention.deletable(root, 1) == []
-    other.outcome = Outcome.PUBLISHED
+    other.is_at_work = False
     assert not deleted(root, 100) and retention.deletable(root, 1) == []
-    again.outcome, other.outcome = Outcome.PUBLISHED, Outcome.PENDING
+    again.is_at_work, other.is_at_work = False, True
     assert deleted(root, 100) and retention.deletable(root, 1) == [root / "iter_0000100"]
 
 

@@ -39,6 +39,7 @@ from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.marks import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.publication import Publication
+from megatron_datastates.pipeline.publishing.collectives import gather_objects
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.saver_pool import saver_for
@@ -130,21 +131,18 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         publication.wait()
         raise_if_failed(publication)
 
-    def _extras(self) -> PublicationExtras:
-        own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-        return PublicationExtras(
-            parallel=parallel_sizes(),
-            other_files=own,
-            superseded=FILES_OF_TORCH_DIST,
-            metadata=self._document,
-            origin=self._origin(),
-        )
-
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
         directory = path_of(checkpoint_dir)
         iteration = _iteration(sharded_state_dict, directory)
-        publication = self._start_state(sharded, directory, iteration, mode, self._extras())
+        extras = PublicationExtras(
+            parallel=parallel_sizes(),
+            other_files=(COMMON_FILE,) if versions.installed().writes_common_file else (),
+            superseded=FILES_OF_TORCH_DIST,
+            metadata=self._document,
+            origin=self._origin(),
+        )
+        publication = self._start_state(sharded, directory, iteration, mode, extras)
         publication.is_prepared = sharded.thin is not None
         publication.not_prepared_because = preparing.obstacle()
         return publication
@@ -180,7 +178,6 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     Args:
         in_loop: returns whether such a loop is running. If not, a save copies everything before it returns.
-        started: called with every asynchronous save after it has started.
         far_published: called with the directory of every checkpoint; returns what is to be called on rank 0
             once it is published there, or None if it is not to be written to a near tier first.
         origin: returns what the job has resumed from, if that is known.
@@ -191,14 +188,12 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         self,
         options: Options | None = None,
         in_loop: Callable[[], bool] = lambda: True,
-        started: Callable[[Publication], None] = lambda publication: None,
         far_published: FarPublished = _is_not_known,
         origin: Callable[[], Origin | None] = _is_not_known,
         is_kept: Callable[[int | None], bool] = lambda iteration: False,
     ) -> None:
         super().__init__(options=options)
         self._in_loop = in_loop
-        self._started = started
         self._far_published = far_published
         self._origin = origin
         self._is_kept = is_kept
@@ -209,11 +204,6 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     def transform(self) -> Transform | None:
         return _of_program[0]
-
-    def async_save(self, *args: Any, **kwargs: Any) -> Any:
-        request = super().async_save(*args, **kwargs)
-        self._started(request.async_fn.publication)
-        return request
 
     def start_planned(
         self, state: PlannedState, directory: Path, mode: str, facts: Callable[[], bytes]
@@ -230,10 +220,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
             dcp_facts=facts,
         )
         with trainer_held("start"):
-            publication = self._start_state(state, directory, iteration_in_name(directory.name), mode, extras)
-        if mode == "async":
-            self._started(publication)
-        return publication
+            return self._start_state(state, directory, iteration_in_name(directory.name), mode, extras)
 
     def is_lazy(self) -> bool:
         return self._in_loop()
@@ -331,10 +318,8 @@ def _determine(
         return distribution
     rank, stored_by = torch.distributed.get_rank(group), distribution.main_rank_for_shard
     held = {_sharded_tensor_shard_id(item) for item in _tensors_in(sharded_state_dict)}
-    lacking: list[Any] = [None] * torch.distributed.get_world_size(group)
-    own = any(main == rank and shard not in held for shard, main in stored_by.items())
-    torch.distributed.all_gather_object(lacking, own, group)
-    return original(sharded_state_dict, group) if any(lacking) else distribution
+    is_lacking = any(main == rank and shard not in held for shard, main in stored_by.items())
+    return original(sharded_state_dict, group) if any(gather_objects(is_lacking, group)) else distribution
 
 
 def _tensors_in(sharded_state_dict: Any) -> list[ShardedTensor]:

@@ -28,8 +28,12 @@ def wrap_save_and_time(
     """Wraps a loop's function that calls `save_checkpoint`; `is_ours` gets the arguments of a call."""
     if not _has_saved or not is_ours(parameters_of(original).of_call(args, kwargs)):
         return original(*args, **kwargs)
-    with _kept():
+    _replaced.append(torch.cuda.empty_cache)
+    try:
+        torch.cuda.empty_cache = lambda: None
         return original(*args, **kwargs)
+    finally:
+        _restore()
 
 
 def forget_saves() -> None:
@@ -45,16 +49,6 @@ def saving(*, is_ours: bool) -> Iterator[None]:
     _restore()
     yield
     _has_saved = _has_saved or is_ours
-
-
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    _replaced.append(torch.cuda.empty_cache)
-    torch.cuda.empty_cache = lambda: None
-    try:
-        yield
-    finally:
-        _restore()
 
 
 def _restore() -> None:

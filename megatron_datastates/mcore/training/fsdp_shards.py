@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_datastates.mcore.hooks.attach import replaced
+from megatron_datastates.pipeline.publishing.collectives import gather_objects
 
 _ALL = "preprocess_state_dict_for_uneven_dtensor"  # of a state dict; imported by Megatron's checkpointing
 _ONE = "gather_and_compute_chunk_metadata"  # of a tensor; in the module of the other
@@ -96,8 +97,7 @@ def _take_step(step: int, group: dist.ProcessGroup, shards: list[_Shard]) -> Non
     own = np.zeros(len(shards), _RECORD)
     own["key"] = [np.void(shard.key) for shard in shards]
     own["size"] = [shard.shape[shard.dimension(step)] for shard in shards]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own.tobytes(), group=group)
+    everyone = gather_objects(own.tobytes(), group)
     rank = dist.get_rank(group)
     before: dict[bytes, int] = defaultdict(int)
     total: dict[bytes, int] = defaultdict(int)

@@ -251,9 +251,7 @@ def _require_chosen(purpose: str) -> None:
         return  # a non-persistent checkpoint of that iteration or a later one is loaded in its place
     collectives = Collectives()
     problem = problem_of_chosen(run, wanted) if collectives.rank == 0 else None
-    if collectives.share_from_first(int(problem is not None)):
-        shared = collectives.share(problem)[0]
-        assert shared is not None
+    if (shared := collectives.share(problem)[0]) is not None:
         raise shared
 
 

@@ -218,13 +218,12 @@ def wrap_save_strategy(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _strategy() -> TrainingSaveStrategy:
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-    from megatron_datastates.mcore.training import retention, tracker_writing
+    from megatron_datastates.mcore.training import tracker_writing
     from megatron_datastates.mcore.training.origin import origin
 
     return TrainingSaveStrategy(
         _options,
         is_training,
-        retention.note,
         far_published=tracker_writing.far_published,
         origin=lambda: origin(in_loop=is_training()),
         is_kept=tracker_writing.is_kept,
@@ -328,8 +327,8 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
     if unfinished is None:
         return False
     _skipped += 1
-    report = skip_report(iteration, unfinished)
-    if getattr(args, "rank", 0) == 0:  # all ranks skip it
+    report, rank = skip_report(iteration, unfinished), getattr(args, "rank", 0)
+    if rank == 0:  # all ranks skip it
         logger.warning(
             "datastates: iteration %d is not saved, because the save to %s is not finished "
             "(--datastates-while-saving skip; skipped so far: %d)",
@@ -337,9 +336,7 @@ def _is_skipped(call: dict[str, Any], args: Any, options: Options) -> bool:
             unfinished,
             _skipped,
         )
-        if options.report_file:
-            saver.reporter.write_later(report)
-    saver.reporter.call_listeners(report)
+    saver.reporter.emit(rank, lambda: report, later=True)
     return True
 
 

@@ -31,25 +31,15 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.mcore.training.tracker_recovery import mend
 from megatron_datastates.pipeline.near.removal import remove_folder, remove_manifest
-from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.runs import find_iterations, is_complete, is_named_by_megatron
 from megatron_datastates.pipeline.runs.tracker import read_tracked, tracked_iteration
+from megatron_datastates.pipeline.saver_pool import directories_at_work
 
 logger = logging.getLogger(__name__)
 _TRACKER_SECONDS = 1.0  # to be whole
-_under_way: list[Publication] = []  # used by the trainer's thread only, as is _about_to_save
 _about_to_save: list[int] = []  # the iteration of the running save_checkpoint, if any
 # Used by any thread, in atomic operations.
 _deletions: dict[Path, threading.Thread] = {}
-
-
-def note(publication: Publication) -> None:
-    """Remembers an asynchronous save, whose directory must not be deleted while it is running."""
-    _under_way[:] = [*_pending(), publication]
-
-
-def _pending() -> list[Publication]:
-    return [save for save in _under_way if save.outcome is Outcome.PENDING]
 
 
 class _Deletion(threading.Thread):
@@ -131,9 +121,7 @@ def deletable(root: Path, leave: int) -> list[Path]:
 
 
 def _is_being_written(path: Path, iteration: int) -> bool:
-    if iteration in _about_to_save:
-        return True
-    return path.absolute() in [save.save.context.directory for save in _pending()]
+    return iteration in _about_to_save or path.absolute() in directories_at_work()
 
 
 def wrap_cleanup_old_non_persistent_checkpoint(

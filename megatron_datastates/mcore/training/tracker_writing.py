@@ -71,20 +71,13 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
     # Megatron hashes the files after a save was published, and a tracker may name it only then.
     is_plain = is_plain and not getattr(args, "verify_integrity", False)
     _is_ours = not is_release and (_is_near or (bool(getattr(args, "async_save", False)) and is_plain))
-    if not _is_ours:
-        with _without_directory(args.save):
-            yield
-        return
-    original = checkpointing.get_checkpoint_tracker_filename
-    save = args.save
+    original, save = checkpointing.get_checkpoint_tracker_filename, args.save
 
     def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
         return _unused_tracker() if checkpoints_path == save else original(checkpoints_path)
 
-    with (
-        replaced(checkpointing, "get_checkpoint_tracker_filename", get_checkpoint_tracker_filename),
-        _without_directory(save),
-    ):
+    unused = (checkpointing, "get_checkpoint_tracker_filename", get_checkpoint_tracker_filename)
+    with replaced(*unused) if _is_ours else contextlib.nullcontext(), _without_directory(save):
         yield
 
 

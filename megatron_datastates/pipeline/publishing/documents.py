@@ -18,7 +18,7 @@ import msgspec
 from megatron_datastates.errors import some_of
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
-from megatron_datastates.format.manifest import Ancestor, Manifest, OtherFile
+from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
@@ -74,6 +74,7 @@ def small_files(
     """
     context = save.context
     facts = {context.save_id.dcp_file_name(): extras.dcp_facts()} if extras.dcp_facts is not None else {}
+    ancestors = None if extras.origin is None else extras.origin.ancestors
     index = layouts.merged(records)
     if iteration_in_name(context.directory.name) is not None:
         _warn_of_less(context.directory, layouts.left_out(context.directory.parent, index))
@@ -85,7 +86,7 @@ def small_files(
         index=named_after_save(index.entry, context.save_id),
         files=records.file_entries(context.save_id, written_as),
         iteration=context.iteration,
-        ancestors=_ancestors(extras),
+        ancestors=msgspec.UNSET if ancestors is None else ancestors,
         parallel=extras.parallel,
         others=[*_others(save, extras), *(OtherFile.of(name, data) for name, data in facts.items())],
         writer=releases(),
@@ -93,11 +94,6 @@ def small_files(
         providers=layouts.providers(records),
     )
     return SmallFiles(manifest, index.encoded, extras.metadata, facts)
-
-
-def _ancestors(extras: PublicationExtras) -> tuple[Ancestor, ...] | msgspec.UnsetType:
-    ancestors = None if extras.origin is None else extras.origin.ancestors
-    return msgspec.UNSET if ancestors is None else ancestors
 
 
 def _others(save: RankSave, extras: PublicationExtras) -> list[OtherFile]:

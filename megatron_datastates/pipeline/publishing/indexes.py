@@ -21,7 +21,7 @@ from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart
 from megatron_datastates.plan.layout import Layout
 
-LOOK_SECONDS = 0.002
+_LOOK_SECONDS = 0.002
 PATIENCE_SECONDS = 10.0  # how long indexes are awaited once the save is abandoned or has failed
 
 
@@ -83,18 +83,13 @@ class IndexExchange:
         if self._pending is not None and self._pending.is_over():
             self._arrived.set()
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether something was requested and has not been seen to arrive."""
-        return self._pending is not None and not self._arrived.is_set()
-
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def store(self, records: Records, is_over: Callable[[], bool]) -> None:
         """Waits for what was requested, and stores it.
 
         Args:
-            is_over: whether nobody polls this save any more: then waits PATIENCE_SECONDS at most.
+            is_over: whether no polls look for it any more: then waits PATIENCE_SECONDS at most.
 
         Raises:
             DataStatesError: it did not arrive in that time.
@@ -102,12 +97,12 @@ class IndexExchange:
         if self._pending is None:
             return
         patience = PATIENCE_SECONDS
-        while not self._arrived.wait(LOOK_SECONDS):
+        while not self._arrived.wait(_LOOK_SECONDS):
             if not is_over():
                 continue  # the trainer's polls look for it
             if self._pending.is_over():
                 break
-            patience -= LOOK_SECONDS
+            patience -= _LOOK_SECONDS
             if patience <= 0.0:
                 raise DataStatesError(
                     f"the ranks' indexes did not arrive within {PATIENCE_SECONDS:g} s of the end of the save"
@@ -118,14 +113,17 @@ class IndexExchange:
             if first:
                 self._layouts.add(record.rank, record.layout_digest, data[:first])
             if second:
-                self._layouts.add(record.rank, record.stable.layout_digest, data[first : first + second])
+                self._layouts.add(record.rank, record.stable_layout_digest, data[first : first + second])
             if listed:
                 self._layouts.add_providers(record.providers_digest, data[first + second :])
 
     def store_parts(self, records: Records, parts: Sequence[SavedPart]) -> dict[int, SaveId]:
         """Stores what another program has brought here; returns the save ids of the ranks' files."""
-        for record, part in zip(records, parts, strict=True):
+        written_as = {}
+        for number, part in enumerate(parts):
+            record = records[number]
             for digest, index in zip(record.layouts(), part.indexes, strict=True):
                 self._layouts.add(record.rank, digest, index)
             self._layouts.add_providers(record.providers_digest, part.providers)
-        return {record.rank: part.save_id for record, part in zip(records, parts, strict=True)}
+            written_as[record.rank] = part.save_id
+        return written_as

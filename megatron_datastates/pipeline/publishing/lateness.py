@@ -26,21 +26,22 @@ class _StandingStill:
         self._since = 0.0
         self._next = LATE_SECONDS  # of standing still, until it is logged
 
-    def seconds(self, moved: object) -> float | None:
-        """Returns for how long, if it is to be logged; after that again after twice the time, and so on.
+    def seconds(self, moved: object, *, logs: bool = True) -> float | None:
+        """Returns for how long, if it is logged now; after that again after twice the time, and so on.
 
         Args:
             moved: differs from the last one if something has moved; None if nobody waits.
+            logs: whether anything is logged now, however long it was.
         """
         now = time.monotonic()
         if moved is None or moved != self._seen:
             self._seen, self._since, self._next = moved, now, LATE_SECONDS
             return None
-        return now - self._since if now - self._since >= self._next else None
-
-    def note_logged(self, seconds: float) -> None:
-        """Notes that it was logged after so long."""
+        seconds = now - self._since
+        if not logs or seconds < self._next:
+            return None
         self._next = 2 * seconds
+        return seconds
 
 
 class Lateness:
@@ -65,9 +66,8 @@ class Lateness:
             late: ranks that have not done it. Where they are many, as when all storage hangs, some log.
             advice: what to do about it.
         """
-        seconds = self._still.seconds(moved)
-        if seconds is not None and self._draw * late < _LOGGING_RANKS:
-            self._still.note_logged(seconds)
+        seconds = self._still.seconds(moved, logs=self._draw * late < _LOGGING_RANKS)
+        if seconds is not None:
             logger.warning(
                 "%s: rank %d on node %s%s keeps all others waiting: %s for %.0f s; %s",
                 self._what,
@@ -96,7 +96,6 @@ class LatenessOfOthers:
         """
         seconds = self._still.seconds(late or None)
         if seconds is not None:
-            self._still.note_logged(seconds)
             logger.warning(
                 "%s is not published: for %.0f s, all wait for %s to finish writing; %s",
                 self._what,

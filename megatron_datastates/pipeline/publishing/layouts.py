@@ -53,7 +53,7 @@ class LayoutStore:
     and ends the next one only when those saves are over.
 
     Args:
-        publishing: the lock of this process's store before, if it had another one.
+        publishing: the lock of this process, if it has several of these, one for each world.
     """
 
     def __init__(self, publishing: threading.Lock | None = None) -> None:

@@ -7,15 +7,18 @@ iteration publishes as many checkpoints as it begins. They are published in the 
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
 from megatron_datastates.pipeline.saving.background import is_in_background
 from megatron_datastates.pipeline.saving.postponement import Postponement
+
+T = TypeVar("T")
 
 
 class Flags(NamedTuple):
@@ -35,13 +38,22 @@ class Turn:
     Other threads wait. The exception is a poll where there is only one rank: it returns without a step, which
     harms nothing, because no other rank has to poll equally often.
 
-    Not a context manager, because a signal may arrive between any two calls: its users write out what
-    `Polls.poll` does.
+    Taken by a function and not by a `with` block, as a signal may arrive between any two calls.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # re-entrant: the thread that has it gets an error, and no deadlock
         self.owner: int | None = None  # the thread
+
+    def take(self, act: Callable[[], T]) -> T:
+        """Calls `act` when it is this thread's turn; returns what that returns. Raises as `require_free`."""
+        with self.lock:
+            self.require_free()
+            self.owner = threading.get_ident()
+            try:
+                return act()
+            finally:
+                self.owner = None
 
     def require_free(self) -> None:
         """Raises DataStatesError where this thread is in the middle of a start or a poll.
@@ -60,7 +72,6 @@ class Polled(Protocol):
     """A save that polls advance."""
 
     postponement: Postponement  # of what waits for a poll
-    is_awaited: bool  # the trainer does nothing but wait for this save
 
     @property
     def is_over(self) -> bool:
@@ -76,8 +87,8 @@ class Polled(Protocol):
         """Returns what this rank adds to the sum."""
         ...
 
-    def interrupt(self, error: BaseException) -> None:
-        """Abandons the save on this rank: a poll of it was interrupted, so what it has done is not known."""
+    def abandon(self, reason: str) -> None:
+        """Ends the save on this rank: a poll of it was interrupted, so what it has done is not known."""
         ...
 
     def step(self, sums: Flags | None, *, is_first: bool, may_publish: bool) -> bool:
@@ -103,11 +114,6 @@ class Polls:
         self._saves: list[Polled] = []
         self._pending_sum: PendingResult[list[int]] | None = None
         self._in_sum: list[Polled] = []
-
-    @property
-    def saves(self) -> Sequence[Polled]:
-        """Returns the unfinished saves."""
-        return tuple(self._saves)
 
     def add(self, save: Polled) -> None:
         """Adds a save that begins. Collective: every rank calls it for the same saves in the same order."""
@@ -137,20 +143,18 @@ class Polls:
             if waits and turn.owner == threading.get_ident():
                 turn.require_free()
             return []
-        with turn.lock:
-            turn.require_free()
-            turn.owner = threading.get_ident()
-            try:
-                return self._poll(polled)
-            except BaseException as error:  # an interrupt, or a peer that is gone
-                saves, self._saves, self._pending_sum, self._in_sum = self._saves, [], None, []
-                for save in saves:
-                    save.interrupt(error)
-                raise
-            finally:
-                turn.owner = None
+        return turn.take(functools.partial(self._poll, polled))
 
     def _poll(self, polled: Polled) -> list[Polled]:
+        try:
+            return self._step(polled)
+        except BaseException as error:  # an interrupt, or a peer that is gone
+            saves, self._saves, self._pending_sum, self._in_sum = self._saves, [], None, []
+            for save in saves:
+                save.abandon(f"a poll was interrupted by {type(error).__name__}")
+            raise
+
+    def _step(self, polled: Polled) -> list[Polled]:
         if not any(save is polled for save in self._saves):
             self._saves.append(polled)
         for save in self._saves:
@@ -167,5 +171,5 @@ class Polls:
         flags = [flag for save in self._in_sum for flag in save.flags()]
         self._pending_sum = self.collectives.start_sum(flags) if flags else None
         for save in self._saves:  # last, as it takes cores
-            save.postponement.end_at_poll(is_awaited=save.is_awaited)
+            save.postponement.end_at_poll()
         return over

@@ -45,12 +45,11 @@ def require_files(directory: Path, manifest: Manifest) -> None:
     """
     patience = _Patience()
     while wrong := _persistently(lambda: missing_files(directory, manifest)):
-        if patience.is_over():
+        if not patience.wait():
             raise DataStatesError(
                 f"files that ranks have written were not found in {directory}: {some_of(wrong, 3)} "
                 "(is --save on storage that all ranks share? does another job save or prune there?)"
             )
-        time.sleep(VISIBLE_SECONDS / 10)
 
 
 def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> None:
@@ -82,12 +81,15 @@ class _Patience:
     def __init__(self) -> None:
         self._deadline: float | None = None
 
-    def is_over(self) -> bool:
-        """Called after each look that was in vain. Not over after the first."""
+    def wait(self) -> bool:
+        """Waits for the next look, after one that was in vain; returns False if there is to be none."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + VISIBLE_SECONDS
-        return now > self._deadline
+        if now > self._deadline:
+            return False
+        time.sleep(VISIBLE_SECONDS / 10)
+        return True
 
 
 def _persistently(look: Callable[[], T]) -> T:
@@ -104,9 +106,8 @@ def _persistently(look: Callable[[], T]) -> T:
         except FileNotFoundError:
             raise
         except OSError:
-            if patience.is_over():
+            if not patience.wait():
                 raise
-        time.sleep(VISIBLE_SECONDS / 10)
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[str]:

@@ -28,10 +28,16 @@ class Postponement:
         files: of the save, as far as they are begun.
         held: what the time from the return of the call that saves until the first poll is charged to.
         lazy_delay: seconds from that return after which work begins by itself.
+
+    Attributes:
+        is_awaited: the trainer does nothing but wait for this save, from its start or from some time on.
     """
 
-    def __init__(self, files: Sequence[FileSave | StableFile], held: HeldTime, lazy_delay: float) -> None:
-        self._files, self._held, self._lazy_delay = files, held, lazy_delay
+    def __init__(
+        self, files: Sequence[FileSave | StableFile], held: HeldTime, lazy_delay: float, is_awaited: bool
+    ) -> None:
+        self.is_awaited = is_awaited
+        self._files, self._held, self._lazy_delay = files, held, 0.0 if is_awaited else lazy_delay
         self._in_interval = False  # that return will end an interval (held.py): work is not due before
         self._released_at: float | None = None  # from the return of the call until the next poll or fence
         self._begins_by = 0.0  # by time.monotonic: when the finishing thread begins without a poll or fence
@@ -71,8 +77,9 @@ class Postponement:
             self._held.add("until_poll", time.perf_counter() - self._released_at)
         self._released_at = None
 
-    def end_at_poll(self, *, is_awaited: bool) -> None:
+    def end_at_poll(self, *, is_awaited: bool = False) -> None:
         """Lets work begin: at once if the trainer does nothing but wait for it, else a little later."""
+        is_awaited |= self.is_awaited
         self.charge()
         if not self._is_polled:
             self._is_polled = True

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
@@ -47,26 +48,14 @@ class RankSave:
     """One rank's part of one save; see the module.
 
     Args:
-        fence_deadline: seconds after which a fence returns although copies are not done, and the save fails.
-        lazy_delay: seconds after which lazy copies begin by themselves (postponement.py).
-        trust_objects: whether to store objects that a load would refuse.
         awaited: the thread that starts the save, whichever it is, waits until it is durable, and nothing that
             it reads changes meanwhile. So no fence knows of it, and the trainer is not charged.
     """
 
-    def __init__(
-        self,
-        context: SaveContext,
-        fence_deadline: float,
-        lazy_delay: float = 0.0,
-        *,
-        trust_objects: bool = False,
-        awaited: bool = False,
-    ) -> None:
+    def __init__(self, context: SaveContext, options: Options, *, awaited: bool = False) -> None:
         self.context = context
-        self._awaited = awaited
-        self._trust_objects = trust_objects
-        self.fence_deadline = fence_deadline
+        self._trust_objects = options.trust_objects
+        self.fence_deadline = options.fence_deadline
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
@@ -86,9 +75,9 @@ class RankSave:
         self._finisher: BackgroundThread | None = None  # joined by Saver.close
         self.started_at = time.perf_counter()  # when the save began: its times count from here
         self._serialized_seconds = 0.0
-        self.tail = Tail(trust_objects)
+        self.tail = Tail(options.trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
-        self.postponement = Postponement(self._files, self.held, lazy_delay)
+        self.postponement = Postponement(self._files, self.held, options.lazy_delay, awaited)
         if not awaited and charge_open_intervals(self):  # last: their end uses all of the above
             self.postponement.note_interval()
 
@@ -199,7 +188,7 @@ class RankSave:
             file.remove()
 
     def _watch(self, plan: StatePlan) -> None:
-        if self._awaited:
+        if self.postponement.is_awaited:
             self._confirm()
             return
         FENCE.add_reader(self)
@@ -328,16 +317,14 @@ class RankSave:
             self.advance()
         self.advance()
 
-    def remove_as_others_failed(self) -> None:
-        """Cancels the save and removes its files once ranks have agreed that it failed on some of them.
+    def cancel_and_remove(self, reason: str, *, failed_elsewhere: bool = False) -> None:
+        """Cancels the save and removes its files. Only valid while no manifest can name them.
 
-        This rank does not log it as an error of its own: rank 0 logs which ranks failed, and why.
+        Args:
+            failed_elsewhere: ranks have agreed on that. This rank does not log it as an error of its own:
+                rank 0 logs which ranks failed, and why.
         """
-        self._failed_elsewhere = True
-        self.cancel_and_remove("another rank failed")
-
-    def cancel_and_remove(self, reason: str) -> None:
-        """Cancels the save and removes its files. Only valid while no manifest can name them."""
+        self._failed_elsewhere |= failed_elsewhere
         # Order: the finishing thread reads _removal_wanted after it has set _durable, so one of the two
         # threads sees the other's flag and removes the file (removing it twice does no harm).
         self._removal_wanted.set()
@@ -445,7 +432,17 @@ class RankSave:
         while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
             if (error := save.failure) is not None:
                 raise error
-        footer = self._footer(save, data_end, entries, group)
+        context = self.context
+        footer = Footer(
+            context.save_id,
+            context.rank,
+            context.world_size,
+            data_end,
+            save.layout.digest,
+            entries,
+            save.block_checksums(),
+            group=group,
+        ).encode()
         save.finish(footer)
         self._written.set()
         while not save.wait_durable():
@@ -456,16 +453,3 @@ class RankSave:
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
         check_saved(stored, key, trust=self._trust_objects)
-
-    def _footer(self, save: FileSave, data_end: int, entries: Sequence[TailEntry], group: int) -> bytes:
-        context = self.context
-        return Footer(
-            context.save_id,
-            context.rank,
-            context.world_size,
-            data_end,
-            save.layout.digest,
-            entries,
-            save.block_checksums(),
-            group=group,
-        ).encode()

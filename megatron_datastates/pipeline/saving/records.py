@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, get_type_hints, overload
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -42,18 +42,6 @@ class DurableFile:
     footer_crc: int
 
 
-class StableRecord(NamedTuple):
-    """A rank's second data file, which holds tensors that are not expected to change (stable.py)."""
-
-    file_bytes: _U64 = 0  # 0: there is none
-    footer_offset: _U64 = 0
-    footer_crc: _U32 = 0
-    layout_digest: _Digest = bytes(16)
-    layout_bytes: _U64 = 0  # of the file's own index, if it is new; else 0
-    ordinal: _U64 = 0  # of the save of this run that wrote it
-    content_sha256: Annotated[bytes, "V32"] = bytes(32)
-
-
 class RankRecord(NamedTuple):
     """One rank's part of a durable save."""
 
@@ -81,15 +69,21 @@ class RankRecord(NamedTuple):
     # Where the rank serves its files; zeros: nowhere (near/serving.py).
     endpoint: Annotated[bytes, f"V{ENDPOINT_BYTES}"] = bytes(ENDPOINT_BYTES)
     iteration: _I64 = -1  # -1: none was given. The same on all ranks, or the save fails
-    stable: StableRecord = StableRecord()
+    # Of the second data file, which holds tensors that are not expected to change (stable.py).
+    stable_file_bytes: _U64 = 0  # 0: there is none
+    stable_footer_offset: _U64 = 0
+    stable_footer_crc: _U32 = 0
+    stable_layout_digest: _Digest = bytes(16)
+    stable_layout_bytes: _U64 = 0  # of the file's own index, if it is new; else 0
+    stable_ordinal: _U64 = 0  # of the save of this run that wrote it
+    stable_content_sha256: Annotated[bytes, "V32"] = bytes(32)
 
     def encode(self) -> bytes:
-        return _RECORD.pack(*self[:-1], *self.stable)
+        return _RECORD.pack(*self)
 
     @classmethod
     def decode(cls, data: bytes) -> RankRecord:
-        values = _RECORD.unpack(data)
-        return cls._make((*values[:_OWN_FIELDS], StableRecord._make(values[_OWN_FIELDS:])))
+        return cls._make(_RECORD.unpack(data))
 
     @property
     def host_name(self) -> str:
@@ -99,29 +93,24 @@ class RankRecord(NamedTuple):
     def layouts(self) -> list[bytes]:
         """Returns the layout digests of the rank's data files, in the order of groups."""
         first = [self.layout_digest] if self.has_file else []
-        return [*first, self.stable.layout_digest] if self.stable.file_bytes else first
-
-
-def _columns(record: type[NamedTuple], prefix: str = "") -> list[tuple[Any, ...]]:
-    kinds = get_type_hints(record, include_extras=True)
-    return [(prefix + name, kind.__metadata__[0]) for name, kind in kinds.items() if kind is not StableRecord]
+        return [*first, self.stable_layout_digest] if self.stable_file_bytes else first
 
 
 def _code(kind: np.dtype[Any]) -> str:
     return f"{kind.itemsize}s" if kind.kind == "V" else _CODES[kind.str]
 
 
-_OWN_FIELDS = len(RankRecord._fields) - 1
-_COLUMNS = np.dtype([*_columns(RankRecord), *_columns(StableRecord, "stable_")])
+_KINDS = get_type_hints(RankRecord, include_extras=True)
+_COLUMNS = np.dtype([(name, kind.__metadata__[0]) for name, kind in _KINDS.items()])
 _RECORD = struct.Struct("<" + "".join(_code(_COLUMNS[name]) for name in _COLUMNS.fields or ()))
 RECORD_BYTES = _RECORD.size
 
 
-class Records(Sequence[RankRecord]):
+class Records:
     """The records of all ranks, in their order, as they were sent.
 
     Attributes:
-        columns: an array with the fields of each record; those of `stable` have names like `stable_ordinal`.
+        columns: an array with the fields of each record.
     """
 
     def __init__(self, data: bytes = b"") -> None:
@@ -135,13 +124,7 @@ class Records(Sequence[RankRecord]):
     def __len__(self) -> int:
         return len(self.columns)
 
-    @overload
-    def __getitem__(self, at: int) -> RankRecord: ...
-    @overload
-    def __getitem__(self, at: slice) -> Records: ...
-    def __getitem__(self, at: int | slice) -> RankRecord | Records:
-        if isinstance(at, slice):
-            return Records(self.columns[at].tobytes())
+    def __getitem__(self, at: int) -> RankRecord:
         begin = range(len(self))[at] * _RECORD.size
         return RankRecord.decode(self._data[begin : begin + _RECORD.size])
 

@@ -23,6 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
@@ -30,7 +31,7 @@ from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
-from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile, StableRecord
+from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile
 
 _WAIT_SECONDS = 0.1
 
@@ -55,8 +56,8 @@ class StableFile:
         self.link_error: OSError | None = None  # why the earlier file could not be linked
         self._link_tried = Flag()
         self._settled = Flag()  # whether the file is linked or written is decided
-        self._deciding, self._is_deciding = threading.RLock(), False  # one thread decides that, once
-        self._lock = threading.RLock()  # no job begins once the save is cancelled; see tail._EntryWrite
+        # One thread decides that, once, and no job begins once the save is cancelled; see tail._EntryWrite.
+        self._lock, self._is_deciding = threading.RLock(), False
         self._cancelled = ""
         self._process = os.getpid()  # a forked child waits for nothing, and takes no lock
         self._error: Exception | None = None
@@ -94,7 +95,7 @@ class StableFile:
         except Exception as error:
             self._error = error
         # Another thread may ask what the save still reads: multiprocessing's, which shares tensors.
-        with self._deciding:
+        with self._lock:
             if not self._settled.is_set():
                 if self._is_deciding:  # this is a signal handler that interrupts the decision
                     return False
@@ -279,15 +280,15 @@ class StableFile:
         return times
 
 
-def stable_record(file: SharedFile, layout_digest: bytes, layout_bytes: int) -> StableRecord:
-    """Returns what the other ranks have to know of the file."""
+def stable_fields(file: SharedFile, layout_digest: bytes, layout_bytes: int) -> dict[str, Any]:
+    """Returns what the other ranks have to know of the file: fields of a RankRecord."""
     durable = file.durable
-    return StableRecord(
-        durable.bytes,
-        durable.footer_offset,
-        durable.footer_crc,
-        layout_digest,
-        layout_bytes,
-        file.save_id.ordinal,
-        file.content_sha256,
-    )
+    return {
+        "stable_file_bytes": durable.bytes,
+        "stable_footer_offset": durable.footer_offset,
+        "stable_footer_crc": durable.footer_crc,
+        "stable_layout_digest": layout_digest,
+        "stable_layout_bytes": layout_bytes,
+        "stable_ordinal": file.save_id.ordinal,
+        "stable_content_sha256": file.content_sha256,
+    }

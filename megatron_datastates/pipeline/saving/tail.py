@@ -84,7 +84,7 @@ class Tail:
         self._later: list[_Pending | Empty] = []  # the last one first: each goes once it is written
         self._written: dict[int, TailEntry] = {}
         self._late: list[ProviderError] = []  # of writes after their entry was over
-        self._encoders: Encoders | None = None
+        self._encoders = Encoders()
         self._read = Flag()  # nothing that may change at the fence is left to be written
         self._process = os.getpid()
         self.costs: dict[str, PartCosts] = {}  # by provider
@@ -191,8 +191,7 @@ class Tail:
     def close(self) -> None:
         """Ends the threads that encode, and every wait for the tail."""
         self._read.set()
-        if self._encoders is not None:
-            self._encoders.close()
+        self._encoders.close()
 
     def entries(self) -> list[TailEntry]:
         """Returns the footer's entries, in the order of the state."""
@@ -255,7 +254,7 @@ class Tail:
         encoding: Encoding | None = getattr(source, "encoding", None)
         name = "" if source.kind is Kind.FRAGMENT else pending.key
         if encoding is not None:
-            frames = FrameWriter(writer.write, encoding, self._encoder_threads())
+            frames = FrameWriter(writer.write, encoding, self._encoders)
             pickled = self._written_by(source, pending.key, frames.write)
             facts = (encoding.codec, encoding.item_bytes, tuple(frames.close()), frames.digest())
             if source.kind is Kind.OBJECT and frames.bytes > OBJECT_BYTES:
@@ -275,11 +274,6 @@ class Tail:
             return source.write(entry_write)
         finally:
             entry_write.end()
-
-    def _encoder_threads(self) -> Encoders:
-        if self._encoders is None:
-            self._encoders = Encoders()
-        return self._encoders
 
 
 def _with_key(error: Exception, key: str, source: TailSource) -> Exception:
