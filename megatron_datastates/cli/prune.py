@@ -155,7 +155,7 @@ def _sizes(root: Path, removed: Sequence[Iteration]) -> tuple[dict[Path, int], i
         sizes[one.path] = 0
         for file in file_stats(one.path):
             sizes[one.path] += file.st_size
-            if file.st_nlink == 1:  # nearly all: a run may have millions, too many to be listed
+            if file.st_nlink <= 1:  # nearly all: a run may have millions, too many to be listed
                 freed += file.st_size
             else:
                 linked[file.st_dev, file.st_ino, file.st_nlink, file.st_size] += 1

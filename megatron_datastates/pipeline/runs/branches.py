@@ -106,7 +106,7 @@ class Point:
 def point_of(manifest: Manifest, iteration: int) -> Point:
     """Returns where the checkpoint of a manifest stands."""
     ancestors = None if manifest.ancestors is msgspec.UNSET else manifest.ancestors
-    # Programs before this field left only the save id of the drop, which no job names as an ancestor.
+    # Before there was this field, a drop left only its own save id, which no job names as an ancestor.
     is_lost = manifest.is_without_optimizer and manifest.rewritten is msgspec.UNSET
     save_id = None if is_lost else manifest.original_save_id
     return Point(iteration, save_id, ancestors, manifest.is_without_optimizer)
