@@ -150,11 +150,16 @@ def _sizes(root: Path, removed: Sequence[Iteration]) -> tuple[dict[Path, int], i
     if is_object(root):
         sizes = {one.path: stored_bytes(one.path) for one in removed}
         return sizes, sum(sizes.values())
-    files = {one.path: list(file_stats(one.path)) for one in removed}
-    names = Counter((file.st_dev, file.st_ino) for some in files.values() for file in some)
-    each = {(file.st_dev, file.st_ino): file for some in files.values() for file in some}
-    freed = sum(file.st_size for key, file in each.items() if file.st_nlink == names[key])
-    return {path: sum(file.st_size for file in some) for path, some in files.items()}, freed
+    sizes, freed, linked = dict[Path, int](), 0, Counter[tuple[int, int, int, int]]()
+    for one in removed:
+        sizes[one.path] = 0
+        for file in file_stats(one.path):
+            sizes[one.path] += file.st_size
+            if file.st_nlink <= 1:  # nearly all: a run may have millions, too many to be listed
+                freed += file.st_size
+            else:
+                linked[file.st_dev, file.st_ino, file.st_nlink, file.st_size] += 1
+    return sizes, freed + sum(size for (*_, links, size), names in linked.items() if names == links)
 
 
 def _prune_with_progress(

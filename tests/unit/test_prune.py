@@ -527,3 +527,16 @@ def test_what_has_lost_its_optimizer_is_none_of_the_last(tmp_path):
     assert removed(tmp_path, keep_last=4) == [160]
     (tmp_path / TRACKER_NAME).write_text("")
     assert resumable(tmp_path) == 120
+
+
+def test_what_was_dropped_without_a_note_of_its_place_is_not_taken_for_what_was_left(tmp_path):
+    """As by a program before the field `rewritten`: no job names the save id that the drop has made."""
+    first = save_job(tmp_path, [100])[100]
+    save_job(tmp_path, [200, 300], first)
+    track(tmp_path, 300)
+    command.run("prune", tmp_path, "--keep-last", 1, "--drop-optimizer", "--yes")
+    path = place(tmp_path, 200) / MANIFEST_NAME
+    manifest = Manifest.decode(path.read_bytes(), "")
+    assert manifest.is_without_optimizer
+    path.write_bytes(msgspec.structs.replace(manifest, rewritten=msgspec.UNSET).encode())
+    assert marked(tmp_path) == []

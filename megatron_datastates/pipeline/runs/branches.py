@@ -50,7 +50,8 @@ class Point:
     """A checkpoint's place in the history of its run.
 
     Attributes:
-        save_id: of the training, also if the checkpoint was rewritten since; None if it is in another format.
+        save_id: of the training, also if the checkpoint was rewritten since; None if it is not known then, or
+            if the checkpoint is in another format.
         ancestors: None if they are not known.
         is_without_optimizer: whether the optimizer's state was removed since, so that no job resumes from it.
     """
@@ -105,7 +106,10 @@ class Point:
 def point_of(manifest: Manifest, iteration: int) -> Point:
     """Returns where the checkpoint of a manifest stands."""
     ancestors = None if manifest.ancestors is msgspec.UNSET else manifest.ancestors
-    return Point(iteration, manifest.original_save_id, ancestors, manifest.is_without_optimizer)
+    # Before there was this field, a drop left only its own save id, which no job names as an ancestor.
+    is_lost = manifest.is_without_optimizer and manifest.rewritten is msgspec.UNSET
+    save_id = None if is_lost else manifest.original_save_id
+    return Point(iteration, save_id, ancestors, manifest.is_without_optimizer)
 
 
 def point_in(directory: Path, iteration: int) -> Point | None:
