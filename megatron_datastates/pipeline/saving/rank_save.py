@@ -279,7 +279,8 @@ class RankSave:
         return True
 
     def _note_lost_finisher(self) -> None:
-        if self._finisher is not None and self._finisher.is_lost and not self.is_durable:
+        finisher = self._finisher  # another thread, which aborts the save, may forget it meanwhile
+        if finisher is not None and finisher.is_lost and not self.is_durable:
             self._finisher = None  # what it would have removed is the trainer's now
             self.fail(lost("finishes the save"))
             self._cancel(self.failure or "")
@@ -331,6 +332,7 @@ class RankSave:
         FENCE.discard(self)
         if self._save is None:
             return
+        self._note_lost_finisher()
         self._cancel(reason)
         if self.is_durable or self._finisher is None:
             self._remove()
