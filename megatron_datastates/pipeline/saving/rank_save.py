@@ -343,6 +343,8 @@ class RankSave:
         For a restart within the process, which makes the model again. Otherwise, whoever frees that memory
         still waits.
         """
+        if self._save is None:  # it has not begun: nobody reads anything, or will
+            return
         deadline = time.monotonic() + _DROPPING_SECONDS
         while not all(file.sources_copied() for file in self._files):
             if time.monotonic() >= deadline:
