@@ -226,9 +226,13 @@ class RankSave:
         if self._save is None:
             return
         self.postponement.end()
-        self._note_lost_finisher()
         begin = time.perf_counter()
         with trainer_held("fence", self):
+            for file in self._files:
+                file.allow_lazy_copies(hurries=True)
+            # The stable file's decision needs the finishing thread, too.
+            if self.stable is not None and not self._wait(self.stable.settle, self.fence_deadline):
+                self._cancel(f"not everything was read within {self.fence_deadline:g} s")
             for file in self._files:
                 file.await_copies(self.fence_deadline)
             if not self._wait(self.tail.wait_read, self.fence_deadline):
