@@ -187,6 +187,25 @@ def test_an_awaited_save_whose_finishing_thread_dies_fails(saver, tmp_path, lost
     assert save_.failure is not None
 
 
+def test_an_abandoned_save_whose_finishing_thread_has_died_leaves_no_file(saver, tmp_path, lost_thread):
+    lost_thread("_finish")
+    publication = saver.start(tmp_path / "c", State(BIG))
+    assert publication.save.join(LIMIT_SECONDS)
+    publication.abandon("the queue was aborted")
+    assert data_files(tmp_path / "c") == [] and not publication.is_at_work
+
+
+def test_an_abandoned_save_that_never_began_is_not_waited_for(saver, tmp_path):
+    def fails():
+        raise ValueError("there is no state")
+
+    publication = saver.start(tmp_path / "c", fails)
+    began = time.monotonic()
+    publication.abandon("the queue was aborted")
+    assert time.monotonic() - began < rank_save._DROPPING_SECONDS / 2
+    assert publication.poll() is Outcome.FAILED
+
+
 def test_what_a_thread_that_died_was_asked_is_an_error(monkeypatch):
     monkeypatch.setattr(BackgroundThread, "_run", id)
     with pytest.raises(EngineError, match="ended too early"):

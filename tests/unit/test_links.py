@@ -846,3 +846,25 @@ def test_a_job_that_saves_again_does_not_lose_what_it_shares_with_what_another_j
     assert slow.wait() is Outcome.PUBLISHED, slow.error
     check(tmp_path / "c", state_of(1))
     other.close()
+
+
+def test_a_save_that_awaits_its_copies_notices_that_the_thread_that_links_dies(
+    linking: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(linking, tmp_path / "1", state_of())
+    thread_start = BackgroundThread.start
+
+    def losing(thread: BackgroundThread) -> None:
+        if getattr(getattr(thread._function, "func", None), "__name__", "") == "_finish":
+            monkeypatch.setattr(thread, "_run", lambda running: time.sleep(0.2))
+        thread_start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BackgroundThread, "start", losing)
+        began = time.monotonic()
+        provider = NamedState({**state_of(), "step": 7}, Mutability.AT_FENCE)
+        publication = linking.start(tmp_path / "2", provider, await_copies=True)
+        assert time.monotonic() - began < OPTIONS.fence_deadline / 2
+    assert publication.wait() is Outcome.FAILED and "ended too early" in publication.error
+    assert not list((tmp_path / "2").iterdir())
+    save(linking, tmp_path / "2", state_of())

@@ -263,6 +263,28 @@ def test_files_whose_copying_threads_died_are_copied_later(
     nodes.check(1)
 
 
+@pytest.mark.parametrize("saves", [1, 2])
+def test_a_drain_whose_thread_died_goes_on_with_the_next_save_or_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int
+) -> None:
+    start, lost = BackgroundThread.start, list[BackgroundThread]()
+
+    def losing(thread: BackgroundThread) -> None:
+        if isinstance(getattr(thread._function, "__self__", None), drain.Drain) and len(lost) < 2:
+            lost.append(thread)
+            monkeypatch.setattr(thread, "_run", id)  # takes the arguments, and returns
+        start(thread)
+
+    monkeypatch.setattr(BackgroundThread, "start", losing)
+    nodes = Nodes(tmp_path)
+    for iteration in range(1, saves + 1):
+        nodes.save(iteration)
+    assert len(lost) == 2 and all(thread.join(10.0) for thread in lost)
+    nodes.close()
+    for iteration in range(1, saves + 1):
+        nodes.check(iteration)
+
+
 def fail_copies_at_the_end(monkeypatch: pytest.MonkeyPatch, times: int) -> list[NearSave]:
     """Lets copies fail until a job ends, and so many attempts after that; returns the saves of these."""
     monkeypatch.setattr(drain, "_PAUSES", (0.02,))

@@ -118,7 +118,7 @@ class Drain:
 
     def _start(self, otherwise: str) -> None:
         self._reopen()  # the end of training may have abandoned its wait, and the thread has ended since
-        if self._thread is None:
+        if self._thread is None or self._thread.is_lost:
             thread = BackgroundThread(self._run)
             try:
                 thread.start()
@@ -159,6 +159,8 @@ class Drain:
         """
         if self._thread is None:
             return
+        if self._thread.is_lost and not abandon:
+            self._start("checkpoints stay")
         with self._lock:
             newest = self._kept[-1] if self._kept else None
         if newest is not None and not abandon:

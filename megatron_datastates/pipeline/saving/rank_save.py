@@ -226,9 +226,13 @@ class RankSave:
         if self._save is None:
             return
         self.postponement.end()
-        self._note_lost_finisher()
         begin = time.perf_counter()
         with trainer_held("fence", self):
+            for file in self._files:
+                file.allow_lazy_copies(hurries=True)
+            # The stable file's decision needs the finishing thread, too.
+            if self.stable is not None and not self._wait(self.stable.settle, self.fence_deadline):
+                self._cancel(f"not everything was read within {self.fence_deadline:g} s")
             for file in self._files:
                 file.await_copies(self.fence_deadline)
             if not self._wait(self.tail.wait_read, self.fence_deadline):
@@ -279,7 +283,8 @@ class RankSave:
         return True
 
     def _note_lost_finisher(self) -> None:
-        if self._finisher is not None and self._finisher.is_lost and not self.is_durable:
+        finisher = self._finisher  # another thread, which aborts the save, may forget it meanwhile
+        if finisher is not None and finisher.is_lost and not self.is_durable:
             self._finisher = None  # what it would have removed is the trainer's now
             self.fail(lost("finishes the save"))
             self._cancel(self.failure or "")
@@ -331,6 +336,7 @@ class RankSave:
         FENCE.discard(self)
         if self._save is None:
             return
+        self._note_lost_finisher()
         self._cancel(reason)
         if self.is_durable or self._finisher is None:
             self._remove()
@@ -341,6 +347,8 @@ class RankSave:
         For a restart within the process, which makes the model again. Otherwise, whoever frees that memory
         still waits.
         """
+        if self._save is None:  # it has not begun: nobody reads anything, or will
+            return
         deadline = time.monotonic() + _DROPPING_SECONDS
         while not all(file.sources_copied() for file in self._files):
             if time.monotonic() >= deadline:
