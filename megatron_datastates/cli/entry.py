@@ -20,7 +20,6 @@ from typing import Any
 INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
 NO_READER = 141  # likewise of SIGPIPE, which Python ignores
 _NO_THREAD = "can't start new thread"  # says Python's RuntimeError
-_NO_MEMORY_OF_TORCH = "DefaultCPUAllocator: "  # likewise torch's
 MODULES = {  # of the sub-commands
     "args": "args",
     "cat": "cat",
@@ -132,7 +131,9 @@ def _end_without_native_module(error: ImportError) -> None:
 
 
 def _end_unexpectedly(error: Exception) -> None:
-    if isinstance(error, MemoryError) or _NO_MEMORY_OF_TORCH in str(error):
+    from megatron_datastates.errors import is_lack_of_memory
+
+    if is_lack_of_memory(error):
         _complain("datastates: there is not enough memory: raise its limit, or lower --memory if you pass it")
     elif isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         _complain(f"datastates: {error}: raise the limit of processes (ulimit -u, or the container's)")

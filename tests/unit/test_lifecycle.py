@@ -118,42 +118,38 @@ def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
 # -- threads that cannot start ---------------------------------------------------------------------------
 
 
+def _at_start_of(monkeypatch, name: str, act: Callable[[BackgroundThread], None]) -> None:
+    """Has a thread that is to run the function of this name do something first, once."""
+    start = BackgroundThread.start
+
+    def started(thread: BackgroundThread) -> None:
+        function = thread._function
+        if getattr(function, "func", function).__name__ == name:
+            monkeypatch.setattr(BackgroundThread, "start", start)
+            act(thread)
+        start(thread)
+
+    monkeypatch.setattr(BackgroundThread, "start", started)
+
+
 @pytest.fixture
 def no_thread(monkeypatch):
     """Lets no thread start that runs the function of this name, once."""
 
-    def deny(name: str) -> None:
-        start = BackgroundThread.start
+    def deny(thread: BackgroundThread) -> None:
+        raise RuntimeError("can't start new thread")
 
-        def limited(thread: BackgroundThread) -> None:
-            function = thread._function
-            if getattr(function, "func", function).__name__ == name:
-                monkeypatch.setattr(BackgroundThread, "start", start)
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(BackgroundThread, "start", limited)
-
-    return deny
+    return lambda name: _at_start_of(monkeypatch, name, deny)
 
 
 @pytest.fixture
 def lost_thread(monkeypatch):
     """Ends the thread that runs the function of this name, once, before it has called anything of ours."""
 
-    def lose(name: str) -> None:
-        start = BackgroundThread.start
+    def lose(thread: BackgroundThread) -> None:
+        thread._run = id  # takes the arguments, and returns
 
-        def losing(thread: BackgroundThread) -> None:
-            function = thread._function
-            if getattr(function, "func", function).__name__ == name:
-                monkeypatch.setattr(BackgroundThread, "start", start)
-                thread._run = id  # takes the arguments, and returns
-            start(thread)
-
-        monkeypatch.setattr(BackgroundThread, "start", losing)
-
-    return lose
+    return lambda name: _at_start_of(monkeypatch, name, lose)
 
 
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
