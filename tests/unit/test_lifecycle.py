@@ -78,7 +78,9 @@ def test_a_file_is_sealed_only_once_nothing_can_have_changed_before_it_was_copie
     with pytest.raises(DataStatesError):
         read_footer(path, path.stat().st_size)
     publication.save.mark_torn("a step without a fence")
-    assert publication.wait() is Outcome.FAILED and not data_files(tmp_path / "c")
+    assert publication.wait() is Outcome.FAILED
+    assert publication.join(LIMIT_SECONDS), "the finishing thread removes the file"
+    assert not data_files(tmp_path / "c")
 
 
 def test_a_save_that_is_taken_back_just_as_its_file_is_durable_leaves_none(saver, tmp_path, monkeypatch):
