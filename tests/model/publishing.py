@@ -151,6 +151,12 @@ def _publisher_faults(
     fewer = state._replace(faults_left=state.faults_left - 1)
     if run.at in _MAY_FAIL:
         yield f"{save}: fails to {run.at}", _failed(model, fewer, number, run, save)
+    if run.at == "rename manifest":  # as where a server's answer is lost, and it does not answer again
+        files = Files(state.directory)
+        files.rename(model.temporary(save), MANIFEST)
+        renamed = run._replace(renamed="a rename that reports an error counts as none" not in model.mutants)
+        after = _failed(model, with_run(fewer, number, renamed, files), number, renamed, save)
+        yield f"{save}: renames its manifest, and learns of an error", after
     if run.failed_late:
         return
     # A rank fails after sending its record: all ranks report a failure, the publishing thread continues.

@@ -71,6 +71,7 @@ MUTANTS = [
     (ONE_EACH, "files are removed after records were sent", "(1)"),
     (ONE_EACH, "files are removed even if the manifest was renamed", "(1)"),
     (ONE_EACH, "files are removed if another manifest is in place", "(1)"),
+    (ONE_EACH, "a rename that reports an error counts as none", "(1)"),
     (ONE_EACH, "a failed save leaves its index", "(4)"),
     (OVERLAPPING, "saves of a run publish at once", "(1)"),
     (OVERLAPPING, "no look before the manifest", "(1)"),

@@ -281,7 +281,7 @@ def test_files_stay_of_a_failed_save_whose_manifest_may_be_in_place_near(
 ) -> None:
     nodes = Nodes(tmp_path, {"faults": "sync directory of manifest:1:EIO"}, {"near": ""})
     if not is_readable:  # after an error, storage may be unable to say what it holds
-        monkeypatch.setattr(share, "holds_exactly", lambda path, data: False)
+        monkeypatch.setattr(share, "holds_exactly", lambda path, data, **_: False)
     failed = nodes.save(1)
     assert failed.outcome is Outcome.FAILED and "its files were kept" in (failed.error or "")
     abandon(nodes)

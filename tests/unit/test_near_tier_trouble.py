@@ -37,7 +37,7 @@ from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.near.removal import remove_saves
 from megatron_datastates.pipeline.near.room import Room
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing import directory_publisher
+from megatron_datastates.pipeline.publishing import directory_publisher, presence
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
 from tests.support.waiting import PATIENCE_SECONDS, eventually
@@ -364,15 +364,21 @@ def test_a_failed_save_into_the_folder_of_a_published_one_takes_nothing_of_it(tm
         nodes.check(iteration)
 
 
+@pytest.mark.parametrize("answers", [True, False], ids=["answers", "is silent"])
 def test_a_manifest_near_whose_rename_was_made_and_reported_as_failed_keeps_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load may find it: without its files, it would be a lost checkpoint."""
     nodes, replace = Nodes(tmp_path, {}, {"near": ""}), os.replace  # only one node has a near tier
 
+    def refuse(path: Path, most_bytes: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
     def replace_and_fail(source: Path, target: Path) -> None:
         replace(source, target)
         if target.name == MANIFEST_NAME:
+            if not answers:
+                monkeypatch.setattr(presence, "read_regular", refuse)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "replace", replace_and_fail)

@@ -565,13 +565,16 @@ def test_files_stay_once_a_manifest_named_them_though_another_one_is_in_its_plac
     assert_holds(runs.directory, 1)
 
 
-def test_a_rename_that_was_made_and_reported_as_failed_costs_no_file(tmp_path, monkeypatch):
-    """As of NFS, whose answer was lost."""
+@pytest.mark.parametrize("answers", [True, False], ids=["answers", "is silent"])
+def test_a_rename_that_was_made_and_reported_as_failed_costs_no_file(answers, tmp_path, monkeypatch):
+    """As of NFS, whose answer was lost, and which then answers again, or does not."""
     replace = os.replace
 
     def replace_and_fail(source, target):
         replace(source, target)
         if target.name == MANIFEST_NAME:
+            if not answers:
+                monkeypatch.setattr(presence, "read_regular", refuse)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "replace", replace_and_fail)
@@ -580,6 +583,20 @@ def test_a_rename_that_was_made_and_reported_as_failed_costs_no_file(tmp_path, m
     saver.close()
     assert publication.outcome is Outcome.FAILED and "its files were kept" in str(publication.error)
     assert_holds(tmp_path, 1)
+
+
+@pytest.mark.parametrize("step", ["write", "rename"])
+def test_a_manifest_that_was_not_sent_keeps_no_files_though_storage_is_silent(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(presence, "read_regular", refuse)
+    saver = new_saver(faults=f"{step} manifest:1:EIO")
+    publication = save(saver, tmp_path, tensors(1))
+    saver.close()
+    assert publication.outcome is Outcome.FAILED and "Nothing was published" in str(publication.error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(path, most_bytes):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
 
 
 def replaced_and_then_failing(runs: TwoRuns) -> None:

@@ -114,6 +114,7 @@ class NearShare:
         self.others: dict[str, bytes] = {}
         self.needs_drain = bool((records.columns["has_file"] & ~records.columns["is_near"]).any())
         self.is_in_place = False
+        self._is_renamed = False
         self.storing = Storing()
         self.copied: Copied | None = None
         self._offer = b""  # on rank 0
@@ -222,9 +223,10 @@ class NearShare:
         with contextlib.suppress(OSError):
             self.storing.replaced = read_regular(path, MANIFEST_BYTES)
         try:
-            write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
+            write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed, self._note_sent)
         except OSError:
-            self.is_in_place = self.is_in_place or holds_exactly(path, offer.manifest)
+            if not self._is_renamed:
+                self.is_in_place = holds_exactly(path, offer.manifest, if_unknown=self.is_in_place)
             raise
 
     def _nodes(self) -> Nodes:
@@ -233,8 +235,11 @@ class NearShare:
         nodes = [NodeEntry(self._records[ranks[0]].host_name, ranks) for ranks in ring]
         return Nodes(own, nodes)
 
-    def _note_renamed(self) -> None:
+    def _note_sent(self) -> None:
         self.is_in_place = True
+
+    def _note_renamed(self) -> None:
+        self._is_renamed = True
 
     def note_published(self) -> None:
         """Remembers, once the save is published near, that the nodes have its index."""

@@ -75,6 +75,7 @@ class DirectoryPublisher:
         superseded: tuple[str, ...] = (),
     ) -> None:
         self.is_in_place = False
+        self._is_renamed = False
         self.directory = directory
         self._save_id = save_id
         self._files = files
@@ -108,12 +109,13 @@ class DirectoryPublisher:
             with contextlib.suppress(OSError):  # then what other jobs have written stays
                 replaced = files_in_manifest(path)
             sync_above(directory)
-            write_whole(path, encoded, self._faults, self._save_id, self._note_renamed)
+            write_whole(path, encoded, self._faults, self._save_id, self._note_renamed, self._note_sent)
             require_published(directory, manifest, encoded)
             if not is_object(directory):
                 self._write_metadata(directory / METADATA_NAME)
         except Exception:
-            self.is_in_place = self.is_in_place or holds_exactly(path, encoded)
+            if not self._is_renamed:  # but perhaps it is: the server's answer may have been lost
+                self.is_in_place = holds_exactly(path, encoded, if_unknown=self.is_in_place)
             # A store may yet carry out what has failed: a manifest without its index is a lost checkpoint.
             if not self.is_in_place and not is_object(directory):
                 for name in own:
@@ -139,8 +141,11 @@ class DirectoryPublisher:
             return found
         return msgspec.structs.replace(found, replaced=sha256_of(path))
 
-    def _note_renamed(self) -> None:
+    def _note_sent(self) -> None:
         self.is_in_place = True
+
+    def _note_renamed(self) -> None:
+        self._is_renamed = True
 
     def _write_metadata(self, path: Path) -> None:
         content = self._files.metadata

@@ -25,6 +25,8 @@ from megatron_datastates.threads import ThreadPool
 
 T = TypeVar("T")
 VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0, and for errors to pass
+# Errors that say what a path does not hold: a regular file of at most so many bytes.
+_HOLDS_NOTHING_LIKE_IT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG)
 _THREADS = 16  # each waits for one answer of the storage at a time
 _FEW_FILES = 64  # are asked for by the caller itself: threads would take Python's lock from the trainer
 
@@ -245,9 +247,9 @@ def other_file_entry(path: Path, check: Callable[[bytes, str], None]) -> OtherFi
     return OtherFile.of(path.name, data)
 
 
-def holds_exactly(path: Path, data: bytes) -> bool:
-    """Returns whether a file holds exactly `data`; False if it cannot be read."""
+def holds_exactly(path: Path, data: bytes, *, if_unknown: bool = False) -> bool:
+    """Returns whether a file holds exactly `data`; `if_unknown` if storage does not say what it holds."""
     try:
         return read_regular(path, len(data)) == data
-    except OSError:
-        return False
+    except OSError as error:
+        return if_unknown and error.errno not in _HOLDS_NOTHING_LIKE_IT
