@@ -7,10 +7,10 @@ and prune take steps in any order.
 
 Faults: a run that dies at any step (the death of one rank is not a separate case: the others wait for it,
 rank 0's publishing thread takes some more steps, and then the run is as dead); one step of a run that
-fails (a rename may report an error and be made all the same); and a machine that crashes in any state. A crash is not a step but is examined in every state: each
-name changed since the directory's last sync may have any of its values since then, independently of all
-other names, and what was not synced is torn. What follows a machine crash is what follows the death of both
-runs.
+fails (a rename may report an error and be made all the same); and a machine that crashes in any state. A
+crash is not a step but is examined in every state: each name changed since the directory's last sync may have
+any of its values since then, independently of all other names, and what was not synced is torn. What follows
+a machine crash is what follows the death of both runs.
 
 How the number of states is kept small: a behaviour has one fault (a death or a failure), which is the first
 run's if both do the same; the ranks of a save do the same until they are durable, so rank 1 is never ahead

@@ -339,6 +339,15 @@ class RankSave:
         self._note_lost_finisher()
         self._cancel(reason)
         if self.is_durable or self._finisher is None:
+            self._remove_beside_trainer()
+
+    def _remove_beside_trainer(self) -> None:
+        # Storage may hang in this call, too, and the trainer is in a poll, or its program ends.
+        remover = BackgroundThread(self._remove, after=self._finisher)
+        try:
+            remover.start()
+            self._finisher = remover
+        except RuntimeError:  # such as while the interpreter ends: Python starts no threads then
             self._remove()
 
     def drop_sources(self) -> None:
