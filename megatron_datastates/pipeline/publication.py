@@ -54,6 +54,7 @@ from megatron_datastates.pipeline.saving.records import Records, SavedPart, deco
 # Between two polls of a trainer that waits. Each is a sum over all ranks: as long as a write lasts, they must
 # neither crowd the network nor fill NCCL's record of recent calls.
 _LEAST_POLL_SECONDS, _POLL_SHARE, _MOST_POLL_SECONDS = 0.002, 0.02, 0.05
+_REMOVAL_SECONDS = 5.0
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
 _UNKNOWN = "`datastates ls` shows whether it was published; its files were kept."
@@ -164,7 +165,10 @@ class Publication:
         return self.outcome
 
     def wait(self) -> Outcome:
-        """Polls until the save is over. Collective: every rank calls it."""
+        """Polls until the save is over. Collective: every rank calls it.
+
+        The files of a failed save are removed by then, unless storage takes longer than _REMOVAL_SECONDS.
+        """
         self.postponement.is_awaited = True
         began, was_publishing = time.monotonic(), self._publishing
         while self.poll(waits=True) is Outcome.PENDING:
@@ -172,6 +176,8 @@ class Publication:
                 began, was_publishing = time.monotonic(), self._publishing
             waited = time.monotonic() - began
             time.sleep(min(max(_LEAST_POLL_SECONDS, waited * _POLL_SHARE), _MOST_POLL_SECONDS))
+        if self.outcome is Outcome.FAILED:
+            self.save.join(_REMOVAL_SECONDS)
         return self.outcome
 
     @property

@@ -289,10 +289,11 @@ class Saver:
         if self.near is not None:
             self.near.close()
         for publication in self._unfinished:
-            # The engine is closed, so only the program's own code can hang: a stream that waits for ever.
+            # The engine is closed: the program's own stream may wait for ever, and so may storage.
             if not publication.save.join(_LAST_JOIN_SECONDS):
                 logger.error(
-                    "the save to %s: a state provider still writes an object or a stream and is abandoned",
+                    "the save to %s: a state provider still writes an object or a stream, or storage has not "
+                    "removed a file, and is abandoned",
                     publication.save.context.directory,
                 )
         if not self.reporter.flush(_LAST_JOIN_SECONDS):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 import traceback
 from types import SimpleNamespace
 
@@ -19,10 +21,12 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers import ObjectSource, StreamSource
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import SMALL, State, bits, new_saver, random_tensor, save
+from tests.unit.ranks_in_turn import RanksInTurn
+from tests.unit.states import SMALL, State, bits, data_files, new_saver, random_tensor, save
 
 FIRST = {"w": random_tensor(torch.uint8, (3 << 20,), 1)}
 SECOND = {"v": random_tensor(torch.uint8, (3 << 20,), 2)}
+LIMIT_SECONDS = 60.0
 STEPS = ["open", "reserve", "write", "truncate", "sync"]
 STEPS += [f"{verb} {what}" for what in ("index", "manifest") for verb in ("write", "rename")]
 
@@ -258,3 +262,27 @@ def test_an_abandoned_save_holds_no_memory(tmp_path):
     gc.collect()
     assert storage.expired() and not FENCE.readers
     saver.close()
+
+
+def test_the_trainer_does_not_wait_for_storage_to_remove_the_file_of_a_failed_save(tmp_path, monkeypatch):
+    """One rank's storage is full, another's hangs: with --datastates-on-failure warn, training goes on."""
+    removes, may_remove, waiting = FileSave.remove, threading.Event(), []
+
+    def remove(file):
+        waiting.append(threading.current_thread())
+        may_remove.wait(LIMIT_SECONDS)
+        removes(file)
+
+    monkeypatch.setattr(FileSave, "remove", remove)
+    ranks = RanksInTurn(2, own=[{}, {"faults": "sync:1:ENOSPC"}])
+    saves = [saver.start(tmp_path, State({"x": torch.ones(1000)})) for saver in ranks.savers]
+    while not saves[0].save.is_durable:
+        time.sleep(0.01)
+    while any(not one.is_over for one in saves):
+        for one in saves:
+            one.poll()
+    assert threading.current_thread() not in waiting, "in a poll"
+    assert saves[0].is_at_work and saves[0].outcome is Outcome.FAILED
+    may_remove.set()
+    assert all(one.join(LIMIT_SECONDS) for one in saves) and not data_files(tmp_path)
+    ranks.close()

@@ -165,6 +165,7 @@ def test_a_finishing_thread_that_dies_at_its_start_fails_the_save(saver, tmp_pat
     assert (
         "the thread that finishes the save ended too early: is there not enough memory?" in publication.error
     )
+    assert publication.join(LIMIT_SECONDS), "a thread removes the file"
     assert data_files(tmp_path / "c") == [] and not FENCE.readers
     assert save(saver, tmp_path / "c", BIG).outcome is Outcome.PUBLISHED
 
@@ -190,6 +191,7 @@ def test_an_abandoned_save_whose_finishing_thread_has_died_leaves_no_file(saver,
     publication = saver.start(tmp_path / "c", State(BIG))
     assert publication.save.join(LIMIT_SECONDS)
     publication.abandon("the queue was aborted")
+    assert publication.join(LIMIT_SECONDS), "a thread removes the file"
     assert data_files(tmp_path / "c") == [] and not publication.is_at_work
 
 
