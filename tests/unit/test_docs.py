@@ -22,7 +22,7 @@ from tests.unit import hf_models
 from tests.unit.command import run
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*sorted({*DOCS, *ROOT.glob("*.md")}), ROOT / "recipes" / "README.md"]
 NAMES = {"DIR": "runs/gpt", "RUN": "runs/gpt", "CHECKPOINT": "runs/gpt/iter_0001000", "OUT": "converted/out"}
 
