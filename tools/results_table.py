@@ -4,7 +4,8 @@
     python tools/results_table.py --check    # exits with 1 if it is not what the files say
 
 What belongs here: which figures the README shows. What does not: measuring. Results that do not exist yet
-have no rows; each row names its source, and each source its machine, date and versions.
+have no rows; each row has a source, and each source names its machine, its date, and versions
+that most others do not have.
 """
 
 from __future__ import annotations
@@ -44,14 +45,11 @@ class Row:
 
 
 def engine(found: Results) -> Iterator[Row]:
-    """Yields rows about writing by the native engine."""
+    """Yields a row about writing by the native engine."""
     write = found["write"]
     rates = write["gb_per_s"]
     name = f"write {write['bytes'] >> 30} GiB with checksums"
     yield Row(name, "engine", rate(rates[OURS]), disk=disk_rate(write))
-    starts = [one["held_ms"] for name, one in found["start"].items() if name.startswith("1,000 tensors")]
-    took = f"{min(starts):.1f} to {max(starts):.1f} ms"
-    yield Row("start a save of 1,000 tensors", "engine", took, is_detail=True)
 
 
 def load(found: Results) -> Iterator[Row]:
@@ -147,23 +145,12 @@ def gpu(found: Results) -> Iterator[Row]:
 
 
 def gpu_steps(found: Results) -> Iterator[Row]:
-    """Yields rows about what copies cost a step on a GPU, by how many queues CUDA uses."""
-    for part, connections in (
-        ("steps", ""),
-        ("steps_one_connection", ", with CUDA_DEVICE_MAX_CONNECTIONS=1"),
-        (
-            "steps_8_for_copies",
-            ", with CUDA_DEVICE_MAX_CONNECTIONS=1 and CUDA_DEVICE_MAX_COPY_CONNECTIONS=8",
-        ),
-    ):
-        steps = found["parts"][part]
-        alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
-        copied = f"{steps['bytes'] / 1e6:,.0f} MB"
-        name = (
-            f"a step of {alone:,.0f} ms on a GPU, while {copied} are copied and written to disk{connections}"
-        )
-        took = f"{beside:,.0f} ms (median of {steps['repeats']})"
-        yield Row(name, GPU_STEPS, took, is_detail=bool(connections))
+    """Yields a row about what copies cost a step on a GPU, with CUDA's own number of queues."""
+    steps = found["parts"]["steps"]
+    alone, beside = (steps[name]["copying_step_ms"] for name in ("alone", "disk"))
+    copied = f"{steps['bytes'] / 1e6:,.0f} MB"
+    name = f"a step of {alone:,.0f} ms on a GPU, while {copied} are copied and written to disk"
+    yield Row(name, GPU_STEPS, f"{beside:,.0f} ms (median of {steps['repeats']})")
 
 
 def _times(count: int) -> str:
@@ -213,6 +200,7 @@ def table(folder: Path) -> str:
             sources[name] = json.loads(path.read_text())
             rows += make(sources[name])
     used = dict.fromkeys(row.source for row in rows)
+    usual = usual_versions([_machine(sources[name])["packages"] for name in used])
     return "\n".join(
         [
             *_lines([row for row in rows if not row.is_detail]),
@@ -221,7 +209,8 @@ def table(folder: Path) -> str:
             "",
             *_lines([row for row in rows if row.is_detail]),
             "",
-            *(f"- {describe(name, sources[name])}" for name in used),
+            *(f"- {describe(name, sources[name], usual)}" for name in used),
+            f"- versions where a file names no other: {_listed(usual)}",
             "",
             "</details>",
         ]
@@ -233,17 +222,32 @@ def _lines(rows: list[Row]) -> list[str]:
     return [*head, *(f"| {row.name} | {row.ours} | {row.theirs} | {row.disk} |" for row in rows)]
 
 
-def describe(name: str, found: Results) -> str:
-    """Returns the machine, the date and the versions of a results' file."""
-    machine = found["machine"] if "machine" in found else found["parts"]["machine"]
+def usual_versions(found: list[dict[str, str | None]]) -> dict[str, str]:
+    """Returns the most frequent version of each package that all of these have."""
+    packages = dict.fromkeys(name for versions in found for name in versions)
+    everywhere = [name for name in packages if all(versions.get(name) for versions in found)]
+    return {name: statistics.mode(str(versions[name]) for versions in found) for name in everywhere}
+
+
+def describe(name: str, found: Results, usual: dict[str, str]) -> str:
+    """Returns the machine and the date of a results' file, and the versions that are not the usual ones."""
+    machine = _machine(found)
     parts = found.get("parts", {}).values()
     dates = sorted({part["date"] for part in parts if "date" in part} or {machine["date"]})
     device = f"{machine['gpu']['name']}, " if machine.get("gpu") else ""
-    versions = ", ".join(f"{package} {v}" for package, v in machine["packages"].items() if v)
+    others = {package: v for package, v in machine["packages"].items() if v and v != usual.get(package)}
     return (
         f"[{name}.json](benchmarks/results/{name}.json): {device}{machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gib']} GiB, {' and '.join(dates)}; {versions}"
+        f"{machine['memory_gib']} GiB, {' and '.join(dates)}{'; ' if others else ''}{_listed(others)}"
     )
+
+
+def _machine(found: Results) -> Results:
+    return found["machine"] if "machine" in found else found["parts"]["machine"]
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
 def replaced(page: str, content: str) -> str:

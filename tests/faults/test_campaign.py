@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.campaign import report
 from tests.faults.campaign.__main__ import PARTS, ROOT, part_named
 from tests.faults.campaign.tally import Campaign, Tally
 from tests.support.ranks import RankForge
@@ -25,6 +26,15 @@ SLICES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 def test_every_part_has_a_slice() -> None:
     assert SLICES.keys() == set(PARTS) - {"soak"}  # which takes minutes, or shows nothing
+
+
+def test_the_page_shows_the_table_that_the_campaign_prints() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    printed = report.table([Tally(part, rounds=3) for part in PARTS], 7, "0123abcd")
+    shown = page[page.index(report.HEAD) :].partition("\n\n")[0].splitlines()
+    cells = [[line.split("|")[1] for line in lines] for lines in (shown, printed.splitlines())]
+    assert cells[0] == cells[1]
+    assert "| kills | 3 | 0 | 7 | 0123abcd | " in printed
 
 
 @pytest.mark.timeout(600)

@@ -22,7 +22,7 @@ from tests.unit import hf_models
 from tests.unit.command import run
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*sorted({*DOCS, *ROOT.glob("*.md")}), ROOT / "recipes" / "README.md"]
 NAMES = {"DIR": "runs/gpt", "RUN": "runs/gpt", "CHECKPOINT": "runs/gpt/iter_0001000", "OUT": "converted/out"}
 
@@ -302,7 +302,22 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
     assert f"| {what} (`torch_dist`: forking) | 15 ms | 769 ms |" in text
     assert "20 iterations end to end (12.3 s without saves) | 14.6 s | 769.0 s |" in text
     assert "with a save every 10 iterations (12.3 s without saves) | 13.2 s |  |" in text
-    assert "2027-01-02; torch 2.11.0" in text and "2027-01-03" in text
+    assert "2027-01-02\n" in text and "2027-01-03\n" in text
+    assert "- versions where a file names no other: torch 2.11.0, " in text
+
+
+def test_a_result_of_other_versions_names_them(tmp_path: Path) -> None:
+    page, results = tmp_path / "README.md", tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results", results)
+    shutil.copy(ROOT / "README.md", page)
+    measured = json.loads((results / "load.json").read_text())
+    measured["machine"]["packages"] |= {"torch": "2.98.0", "peer": "1.0"}
+    (results / "load.json").write_text(json.dumps(measured))
+
+    assert results_table("--page", page, "--results", results).returncode == 0
+    sources = [line for line in page.read_text().splitlines() if line.startswith("- ")]
+    assert [line.endswith("; torch 2.98.0, peer 1.0") for line in sources if "load.json" in line] == [True]
+    assert [line for line in sources if "torch 2.11.0" in line and "no other" not in line] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,7 +1,7 @@
 """Runs the campaign: `python -m tests.faults.campaign --seed 1`.
 
 Exits with 1 if anything was violated. A violation's text names its part and round:
-`--parts PART --only ROUND` with the same seed repeats it.
+`--parts PART --only ROUND` with the same seed repeats it. Prints the table of docs/faults.md at its end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="a part begins no more rounds after so many")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the counts as JSON")
-    parser.add_argument("--report", action="store_true", help="write the figures into docs/faults.md")
     return parser.parse_args(arguments)
 
 
@@ -60,13 +59,12 @@ def run(options: argparse.Namespace, folder: Path) -> list[Tally]:
 
 def main() -> None:
     options = parse()
+    commit = report.commit()  # files may change during hours
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="campaign-") as folder:
         tallies = run(options, Path(folder))
-    found = {"seed": options.seed, "parts": [vars(each) for each in tallies]}
     if options.out:
-        options.out.write_text(report.as_json(found))
-    if options.report:
-        report.write(found)
+        options.out.write_text(report.as_json(tallies, options.seed, commit))
+    print(f"\n{report.table(tallies, options.seed, commit)}", end="")
     sys.exit(any(each.violations for each in tallies))
 
 

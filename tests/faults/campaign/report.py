@@ -1,48 +1,35 @@
-"""Writes counts into docs/faults.md: `python -m tests.faults.campaign.report results.json`."""
+"""What the campaign prints and writes at its end: the table of docs/faults.md, and all counts as JSON."""
 
 from __future__ import annotations
 
+import datetime
 import json
-import sys
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "faults.md"
-BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
+from tests.faults.campaign.tally import Tally
 
-
-def table(results: dict[str, Any]) -> str:
-    """Returns a table with a row for each part, then each part's outcomes, folded."""
-    lines = [f"Seed {results['seed']}.", "", "| part | rounds | minutes | violations |", "|---|---|---|---|"]
-    for part in results["parts"]:
-        minutes = part["seconds"] / 60
-        lines.append(f"| {part['part']} | {part['rounds']} | {minutes:.1f} | {len(part['violations'])} |")
-    for part in results["parts"]:
-        count = "times, or KiB" if part["part"] == "soak" else "times"
-        lines += ["", f"<details><summary>{part['part']}</summary>", ""]
-        lines += [f"| {count} | what happened |", "|---|---|"]
-        counts = sorted(part["outcomes"].items(), key=lambda item: (-item[1], item[0]))
-        lines += [f"| {count} | {outcome} |" for outcome, count in counts]
-        lines += ["", "</details>"]
-    return "\n".join(lines) + "\n"
+HEAD = "| part | rounds | violations | seed | commit | date |\n|---|---|---|---|---|---|\n"
 
 
-def written(document: str, results: dict[str, Any]) -> str:
-    """Returns the document with these figures in the place of those that it has."""
-    head, _, rest = document.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not end:
-        raise ValueError(f"{DOCUMENT} has no place for figures, between {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n{table(results)}\n{END}{tail}"
+def commit() -> str:
+    """Returns what is checked out: a commit, with "-dirty" if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
-def as_json(results: dict[str, Any]) -> str:
-    return json.dumps(results, indent=1, sort_keys=True) + "\n"
+def table(tallies: Sequence[Tally], seed: int, commit: str) -> str:
+    """Returns a table with a row for each part, as docs/faults.md shows it."""
+    today = datetime.date.today()
+    rows = (
+        f"| {each.part} | {each.rounds} | {len(each.violations)} | {seed} | {commit} | {today} |\n"
+        for each in tallies
+    )
+    return HEAD + "".join(rows)
 
 
-def write(results: dict[str, Any]) -> None:
-    DOCUMENT.write_text(written(DOCUMENT.read_text(), results))
-
-
-if __name__ == "__main__":
-    write(json.loads(Path(sys.argv[1]).read_text()))
+def as_json(tallies: Sequence[Tally], seed: int, commit: str) -> str:
+    found = {"seed": seed, "commit": commit, "parts": [vars(each) for each in tallies]}
+    return json.dumps(found, indent=1, sort_keys=True) + "\n"
