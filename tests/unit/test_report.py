@@ -188,6 +188,7 @@ def test_a_report_has_the_moments_of_the_save(reporting, tmp_path):
         publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}))
     while publication.poll() is Outcome.PENDING:
         time.sleep(0.05)  # as a report has 64 spans at most, and `wait` polls more often
+    assert saver.reporter.flush(30.0)
     (report,) = lines()
     assert before - 0.001 <= report["started_at"] <= time.time()
     spans = report["held_spans_ms"]
