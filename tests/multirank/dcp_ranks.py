@@ -426,6 +426,23 @@ def shards_that_a_rank_lacks(folder: str) -> None:
     report(folder, offsets=sorted(list(chunk.offsets) for chunk in found.values()))
 
 
+def shards_of_several_groups(folder: str) -> None:
+    """One of four ranks has a tensor more, so that it sees the two groups in another order."""
+    from megatron_datastates.mcore.training.fsdp_shards import chunks_of
+
+    rank, _ = join()
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    whole = {"run_check": False, "shape": torch.Size([4, 2]), "stride": (2, 1)}
+    state = {
+        "v": DTensor.from_local(torch.zeros(2, 2), grid, [Replicate(), Shard(0)], **whole),
+        "w": DTensor.from_local(torch.zeros(1, 2), line, [Shard(0)], **whole),
+    }
+    if rank == 3:
+        state["a"] = DTensor.from_local(torch.zeros(0, 2), line, [Shard(0)], **whole)
+    found = chunks_of(state)
+    report(folder, offsets=[list(found[id(state[name])].offsets) for name in "vw"])
+
+
 def die(directory: str, plan: str, dying: int, folder: str) -> None:
     """Saves, and saves over it; one rank is killed in the middle."""
     join()

@@ -109,6 +109,11 @@ def test_a_rank_that_lacks_a_tensor_has_an_empty_shard_of_it(world: World) -> No
     assert [found["offsets"] for found in reports] == [[[0, 0]] * 2, [[2, 0]], [[2, 0]] * 2]
 
 
+def test_ranks_that_see_their_groups_in_different_orders_do_not_wait_for_each_other(world: World) -> None:
+    reports = world.run("dcp_ranks:shards_of_several_groups", ranks=4)
+    assert [found["offsets"] for found in reports] == [[[2 * (rank % 2), 0], [rank, 0]] for rank in range(4)]
+
+
 def test_uneven_shards_of_megatron_fsdp_are_exact(world: World, tmp_path: Path) -> None:
     places = tmp_path / "c", tmp_path / "reference"
     world.run("dcp_ranks:uneven_shards", *places, [5, 0, 2], True, ranks=3)

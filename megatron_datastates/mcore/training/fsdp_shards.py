@@ -87,8 +87,9 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[int, ChunkStorageMetadata]:
         for shard in shards:
             if step < len(shard.steps):
                 members[shard.group(step)].append(shard)
-        for group, those in members.items():  # in the order of keys, so the same on all ranks of a group
-            _take_step(step, group, those)
+        # Each rank has this order, whatever tensors it lacks: those of two groups do not wait for each other.
+        for group in sorted(members, key=lambda group: group.group_name):
+            _take_step(step, group, members[group])
     return {id(one.dtensor): ChunkStorageMetadata(torch.Size(one.offsets), one.own_shape) for one in shards}
 
 
