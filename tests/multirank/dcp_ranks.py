@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from restart_ranks import begin_anew
 from saving_rank import clear_faults, join, report, set_faults
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -18,11 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 from megatron_datastates.pipeline.loading.load import Checkpoint
+from megatron_datastates.pipeline.publishing import collectives
 
 warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 BATCH = 5
@@ -424,6 +426,77 @@ def shards_that_a_rank_lacks(folder: str) -> None:
     state = {"model": {"w": tensor()}, "state": {"w": {"exp_avg": tensor()}} if rows else {}}
     found = chunks_of(state)
     report(folder, offsets=sorted(list(chunk.offsets) for chunk in found.values()))
+
+
+def shards_of_several_groups(folder: str) -> None:
+    """One of four ranks has a tensor more, so that it sees the two groups in another order."""
+    from megatron_datastates.mcore.training.fsdp_shards import chunks_of
+
+    rank, _ = join()
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    whole = {"run_check": False, "shape": torch.Size([4, 2]), "stride": (2, 1)}
+    state = {
+        "v": DTensor.from_local(torch.zeros(2, 2), grid, [Replicate(), Shard(0)], **whole),
+        "w": DTensor.from_local(torch.zeros(1, 2), line, [Shard(0)], **whole),
+    }
+    if rank == 3:
+        state["a"] = DTensor.from_local(torch.zeros(0, 2), line, [Shard(0)], **whole)
+    found = chunks_of(state)
+    report(folder, offsets=[list(found[id(state[name])].offsets) for name in "vw"])
+
+
+def shards_in_later_calls(folder: str) -> None:
+    """Finds out again and again where shards lie, and reports what it took. On four ranks."""
+    from megatron_datastates.mcore.training import fsdp_shards
+
+    gathered: list[bytes] = []
+    agreed: list[int] = []
+
+    def gather_objects(value: bytes, group: dist.ProcessGroup) -> list[Any]:
+        gathered.append(value)
+        return original(value, group)
+
+    def max_now(values: list[int]) -> list[int]:
+        agreed.append(len(values))
+        return collectives.max_now(values)
+
+    original, fsdp_shards.gather_objects = fsdp_shards.gather_objects, gather_objects
+    fsdp_shards.max_now = max_now
+    rank, _ = join()
+    calls: dict[str, Any] = {}
+
+    def look(name: str, rows: int = 1, placement: Any = None) -> None:
+        """Looks at a tensor sharded over all ranks, and at one sharded over both dimensions of a grid."""
+        whole = {"run_check": False, "shape": torch.Size([9, 9]), "stride": (9, 1)}
+        tensors = [
+            DTensor.from_local(torch.zeros(rows, 2), line, [placement or Shard(0)], **whole),
+            DTensor.from_local(torch.zeros(2, 1), grid, [Shard(1), Shard(0)], **whole),
+        ]
+        gathered.clear()
+        agreed.clear()
+        try:
+            found = fsdp_shards.chunks_of({"w": tensors[0], "v": tensors[1]})
+            result: Any = [list(found[id(tensor)].offsets) for tensor in tensors]
+        except (RuntimeError, ValueError) as error:
+            result = f"{type(error).__name__}: {error}"
+        calls[name] = result, sorted(map(len, gathered)), agreed.copy()
+
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    look("first")
+    look("again")
+    look("a rank has more rows", rows=3 if rank == 1 else 1)
+    look("again with more rows", rows=3 if rank == 1 else 1)
+    look("a rank has no rows", rows=0 if rank == 2 else 1)
+    look("a rank fails", placement=Partial() if rank == 1 else None)
+    look("after it")
+    look("again after it")
+    look("a rank fails in another way", placement=Shard(2) if rank == 3 else None)
+    look("after that")
+    begin_anew("another", [0, 1, 2, 3])
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    look("another world")
+    look("again there")
+    report(folder, calls=calls)
 
 
 def die(directory: str, plan: str, dying: int, folder: str) -> None:

@@ -1,6 +1,7 @@
 """PyTorch's distributed checkpoints on several ranks: FSDP2, meshes, failures, asynchronous saves."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +108,39 @@ def test_a_rank_that_lacks_a_tensor_has_an_empty_shard_of_it(world: World) -> No
     """Megatron-FSDP would make the others wait for it."""
     reports = world.run("dcp_ranks:shards_that_a_rank_lacks", ranks=3)
     assert [found["offsets"] for found in reports] == [[[0, 0]] * 2, [[2, 0]], [[2, 0]] * 2]
+
+
+def test_ranks_that_see_their_groups_in_different_orders_do_not_wait_for_each_other(world: World) -> None:
+    reports = world.run("dcp_ranks:shards_of_several_groups", ranks=4)
+    assert [found["offsets"] for found in reports] == [[[2 * (rank % 2), 0], [rank, 0]] for rank in range(4)]
+
+
+def test_where_shards_lie_is_gathered_only_if_some_ranks_shards_have_changed(world: World) -> None:
+    """Otherwise each call makes one collective call, of two numbers, whatever the number of tensors."""
+    reports = world.run("dcp_ranks:shards_in_later_calls", ranks=4)
+
+    def offsets(rows: list[int]) -> list[list[list[int]]]:
+        return [[[sum(rows[:rank]), 0], [2 * (rank % 2), rank // 2]] for rank in range(4)]
+
+    def of(name: str) -> list[list[Any]]:
+        found = [rank["calls"][name] for rank in reports]
+        assert all(agreed == [2] for _, _, agreed in found), "each rank agrees, also one that fails"
+        return [list(each) for each in zip(*found, strict=True)]
+
+    once, three = [16, 16, 16], [1, 3, 1, 1]  # records: w on its line, v on both dimensions of its grid
+    for name in ("first", "after it", "after that", "another world"):
+        assert of(name)[:2] == [offsets([1] * 4), [once] * 4], name
+    for name in ("again", "again after it", "again there"):
+        assert of(name)[:2] == [offsets([1] * 4), [[]] * 4], name
+    assert of("a rank has more rows")[:2] == [offsets(three), [once] * 4]
+    assert of("again with more rows")[:2] == [offsets(three), [[]] * 4]
+    none = [offsets([1, 1, 0, 1]), [once, once, [0, 16, 16], once]]
+    assert of("a rank has no rows")[:2] == none, "empty shards are not sent"
+    for name, failing in (("a rank fails", 1), ("a rank fails in another way", 3)):
+        errors, gathered, _ = of(name)
+        assert errors.pop(failing).startswith("ValueError: a tensor of Megatron-FSDP's, of 2 dimensions, is")
+        assert all(f"RuntimeError: rank {failing} could not say which shards" in error for error in errors)
+        assert gathered == [[]] * 4
 
 
 def test_uneven_shards_of_megatron_fsdp_are_exact(world: World, tmp_path: Path) -> None:

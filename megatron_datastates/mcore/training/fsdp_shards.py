@@ -2,8 +2,10 @@
 
 Shards are uneven, so each rank has to learn the sizes of those before its own. In every save and load,
 Megatron gathers them with a collective call for each tensor, of which a model has thousands. Here the ranks
-of a process group exchange all their sizes in one call. A rank that has no state of some parameters, because
-it holds no element of them, counts as one with empty shards; in Megatron's way, all ranks would wait forever.
+of a process group exchange all their sizes in one call, and only if a rank's shards are not as in the last
+save or load: whether they are, the world finds out in one call, too. A rank that has no state of some
+parameters, because it holds no element of them, counts as one with empty shards; in Megatron's way, all ranks
+would wait forever.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import contextlib
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -23,36 +26,41 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_datastates.mcore.hooks.attach import replaced
-from megatron_datastates.pipeline.publishing.collectives import gather_objects
+from megatron_datastates.pipeline.publishing.collectives import gather_objects, max_now
 
 _ALL = "preprocess_state_dict_for_uneven_dtensor"  # of a state dict; imported by Megatron's checkpointing
 _ONE = "gather_and_compute_chunk_metadata"  # of a tensor; in the module of the other
 _Path = tuple[str, ...]
-_RECORD = np.dtype([("key", "V16"), ("size", "<i8")])
+_RECORD = np.dtype([("key", "<u8"), ("size", "<i8")])
+# Of the last call: what this rank's shards were, and where they lay. None unless the call ended well.
+_last: tuple[list[Any], list[ChunkStorageMetadata]] | None = None
 
 
 class _Shard:
     """The shard that this rank has of a tensor.
 
     Attributes:
-        key: stands for the tensor's place in the state dict.
-        steps: the dimensions of the device mesh over which it is sharded.
+        steps: the groups whose ranks share the tensor, in Megatron-FSDP's order, each with the dimension cut.
         shape: of what the ranks of the steps so far have together.
     """
 
     def __init__(self, path: _Path, dtensor: DTensor) -> None:
-        self.key = hashlib.blake2b("\0".join(path).encode(), digest_size=16).digest()
-        self.dtensor = dtensor
-        self.steps = [dim for dim in _order_of(dtensor) if _is_sharded(dtensor, dim)]
+        self.path, self.dtensor = path, dtensor
+        self.steps = list(_steps_of(dtensor))
         self.own_shape = dtensor._local_tensor.shape
         self.shape, self.offsets = list(self.own_shape), [0] * len(self.own_shape)
 
-    def dimension(self, step: int) -> int:
-        """Returns the dimension of the tensor that a step has sharded."""
-        return int(self.dtensor.placements[self.steps[step]].dim)  # type: ignore[attr-defined]
+    def facts(self) -> Any:
+        """Returns all that this rank contributes to where shards lie. Groups made anew are other ones."""
+        return self.path, self.own_shape, self.steps
 
-    def group(self, step: int) -> dist.ProcessGroup:
-        return self.dtensor.device_mesh.get_group(self.steps[step])
+    def key(self) -> int:
+        """Returns what stands for the path in records.
+
+        Of 100,000 tensors, two have the same with a probability of 3e-10; DCP then refuses to plan a save.
+        """
+        digest = hashlib.blake2b("\0".join(self.path).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "little")
 
 
 @contextlib.contextmanager
@@ -80,37 +88,65 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[int, ChunkStorageMetadata]:
 
     Raises:
         ValueError: a tensor is placed in a way that Megatron-FSDP does not use.
+        RuntimeError: another rank has raised such an error, or any other.
     """
-    shards = [_Shard(path, found) for path, found in sorted(_dtensors(state_dict), key=lambda one: one[0])]
+    global _last
+    (last, _last), failure = (_last, None), None
+    shards: list[_Shard] = []
+    try:
+        found = sorted(_dtensors(state_dict), key=lambda one: one[0])
+        shards = [_Shard(path, dtensor) for path, dtensor in found]
+    except Exception as error:  # raised below: the other ranks are in the call, or will be
+        failure = error
+    facts = [shard.facts() for shard in shards]
+    is_new = last is None or last[0] != facts
+    failed, is_new_somewhere = max_now([-1 if failure is None else dist.get_rank(), is_new])
+    if failure is not None:
+        raise failure
+    if failed >= 0:
+        raise RuntimeError(
+            f"rank {failed} could not say which shards of Megatron-FSDP's tensors it has: see the error there"
+        )
+    if last is None or is_new_somewhere:
+        last = facts, _gathered(shards)
+    _last = last
+    return {id(shard.dtensor): chunk for shard, chunk in zip(shards, last[1], strict=True)}
+
+
+def _gathered(shards: Sequence[_Shard]) -> list[ChunkStorageMetadata]:
+    """Returns where shards lie. Collective."""
     for step in range(max((len(shard.steps) for shard in shards), default=0)):
         members: dict[dist.ProcessGroup, list[_Shard]] = defaultdict(list)
         for shard in shards:
             if step < len(shard.steps):
-                members[shard.group(step)].append(shard)
-        for group, those in members.items():  # in the order of keys, so the same on all ranks of a group
-            _take_step(step, group, those)
-    return {id(one.dtensor): ChunkStorageMetadata(torch.Size(one.offsets), one.own_shape) for one in shards}
+                members[shard.steps[step][0]].append(shard)
+        # Each rank has this order, whatever tensors it lacks: those of two groups do not wait for each other.
+        for group in sorted(members, key=lambda group: group.group_name):
+            _take_step(step, group, members[group])
+    return [ChunkStorageMetadata(torch.Size(shard.offsets), shard.own_shape) for shard in shards]
 
 
-def _take_step(step: int, group: dist.ProcessGroup, shards: list[_Shard]) -> None:
+def _take_step(step: int, group: dist.ProcessGroup, shards: Sequence[_Shard]) -> None:
     """Adds to each offset what the ranks before this one have, and to each shape what all have."""
-    own = np.zeros(len(shards), _RECORD)
-    own["key"] = [np.void(shard.key) for shard in shards]
-    own["size"] = [shard.shape[shard.dimension(step)] for shard in shards]
-    everyone = gather_objects(own.tobytes(), group)
-    rank = dist.get_rank(group)
-    before: dict[bytes, int] = defaultdict(int)
-    total: dict[bytes, int] = defaultdict(int)
-    for number, records in enumerate(everyone):
-        found = np.frombuffer(records, _RECORD)
-        for key, size in zip(found["key"].tolist(), found["size"].tolist(), strict=True):
-            total[key] += size
-            if number < rank:
-                before[key] += size
-    for shard in shards:
-        dimension = shard.dimension(step)
-        shard.offsets[dimension] += before[shard.key]
-        shard.shape[dimension] = total[shard.key]
+    keyed = sorted(((shard.key(), shard) for shard in shards), key=lambda one: one[0])
+    own = np.array([(key, shard.shape[shard.steps[step][1]]) for key, shard in keyed], _RECORD)
+    everyone = gather_objects(own[own["size"] != 0].tobytes(), group)
+    before = sums_of(own["key"], everyone[: dist.get_rank(group)])
+    total = sums_of(own["key"], everyone)
+    for (_, shard), offset, size in zip(keyed, before.tolist(), total.tolist(), strict=True):
+        dimension = shard.steps[step][1]
+        shard.offsets[dimension] += offset
+        shard.shape[dimension] = size
+
+
+def sums_of(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Returns the sum of the sizes that ranks' records have for each of some sorted keys."""
+    found = np.frombuffer(b"".join(records), _RECORD)
+    at = np.minimum(np.searchsorted(keys, found["key"]), len(keys) - 1)
+    is_known = keys[at] == found["key"]  # others may have tensors that this rank lacks
+    sums = np.zeros(len(keys), np.int64)
+    np.add.at(sums, at[is_known], found["size"][is_known])
+    return sums
 
 
 def _dtensors(state: Mapping[str, Any], path: _Path = ()) -> Iterator[tuple[_Path, DTensor]]:
@@ -121,12 +157,18 @@ def _dtensors(state: Mapping[str, Any], path: _Path = ()) -> Iterator[tuple[_Pat
             yield (*path, key), value
 
 
-def _is_sharded(dtensor: DTensor, dim: int) -> bool:
-    """Returns whether a dimension of the mesh shards a tensor. Raises ValueError as `chunks_of`."""
-    placement = dtensor.placements[dim]
-    if not isinstance(placement, Shard | _StridedShard | Replicate):
-        raise ValueError(f"a tensor of Megatron-FSDP's is placed by {placement}: expected Shard or Replicate")
-    return not isinstance(placement, Replicate)
+def _steps_of(dtensor: DTensor) -> Iterator[tuple[dist.ProcessGroup, int]]:
+    """Yields the groups of ranks that share a tensor, and dimensions. Raises ValueError as `chunks_of`."""
+    dimensions = range(dtensor._local_tensor.dim())
+    for dim in _order_of(dtensor):
+        placement = dtensor.placements[dim]
+        if isinstance(placement, Shard | _StridedShard) and placement.dim in dimensions:
+            yield dtensor.device_mesh.get_group(dim), placement.dim
+        elif not isinstance(placement, Replicate):
+            raise ValueError(
+                f"a tensor of Megatron-FSDP's, of {len(dimensions)} dimensions, is placed by {placement}: "
+                "expected Shard, of one of them, or Replicate"
+            )
 
 
 def _order_of(dtensor: DTensor) -> list[int]:
