@@ -6,7 +6,6 @@ not belong here: fences, agreement of ranks, publishing.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -30,24 +29,10 @@ from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout
 
 _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
-# Options that engines do not read.
-_OF_OTHERS = (
-    "lazy", "lazy_delay", "prepared", "read_threads", "compress", "link", "link_from", "on_failure",
-    "while_saving", "fallback", "on_damage", "trust_objects", "providers", "near", "near_keep",
-    "near_replicas", "drain_every", "drain_limit", "report_file",
-)  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)
-def engine_options(options: Options) -> Options:
-    """Returns the options with defaults for those that no engine reads: if equal, engines are alike."""
-    defaults = Options()
-    others: dict[str, Any] = {name: getattr(defaults, name) for name in _OF_OTHERS}
-    return dataclasses.replace(options, **others)
 
 
 class StagingEngine:
-    """The native engine with its threads and its staging memory. One per process and `engine_options`."""
+    """The native engine with its threads and its staging memory. One per process and `Options.of_engine`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.staging import engine_options
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.session import SaveSession
 
@@ -89,12 +88,12 @@ def _engine_owner(kind: type[Saver], options: Options) -> Saver | None:
     """
     if kind is not Saver or options.faults:
         return None
-    wanted = engine_options(options)
+    wanted = options.of_engine()
     return next(
         (
             saver
             for (other, theirs), saver in list(_savers.items())
-            if other is kind and saver.engine_owner is None and engine_options(theirs) == wanted
+            if other is kind and saver.engine_owner is None and theirs.of_engine() == wanted
         ),
         None,
     )
