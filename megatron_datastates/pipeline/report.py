@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import OptionError
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS
 from megatron_datastates.pipeline.saving.shares import provider_shares
+from megatron_datastates.threads import BackgroundThread
 from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)

@@ -36,13 +36,13 @@ from megatron_datastates.pipeline.publishing import directory_publisher, latenes
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving import links, postponement, stable
-from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.links import Link, SharedFile
 from megatron_datastates.pipeline.saving.records import DurableFile
 from megatron_datastates.pipeline.saving.stable import StableFile
 from megatron_datastates.pipeline.upkeep.verify import verify_checkpoint
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.named import NamedState
+from megatron_datastates.threads import BackgroundThread
 from tests.support.bytecodes import interrupted
 from tests.unit.states import OPTIONS, SMALL, Yields, bits, data_files, new_saver, random_tensor
 

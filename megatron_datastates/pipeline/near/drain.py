@@ -36,7 +36,7 @@ from megatron_datastates.pipeline.near.job_notes import JobNote, JobNotes
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.publish_queue import REPORTED_ATTEMPT, PublishQueue
 from megatron_datastates.pipeline.near.room import Room
-from megatron_datastates.pipeline.saving.background import BackgroundThread, lost
+from megatron_datastates.threads import BackgroundThread, lost
 
 logger = logging.getLogger(__name__)
 _COPIES = 5  # files at a time

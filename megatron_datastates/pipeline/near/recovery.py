@@ -253,7 +253,7 @@ class _Recovery:
 
     def _while_polling(self, work: Callable[[], Shared]) -> Shared:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
-        with ThreadPool(1, "datastates-recovery") as thread:
+        with ThreadPool(1, "looks for a newer checkpoint") as thread:
             share = thread.submit(work)
             size, lateness = self._collectives.size, Lateness(self._run, self.rank)
             while (done := self._collectives.start_sum([int(share.done())]).result()[0]) < size:
@@ -311,8 +311,8 @@ class _Recovery:
             self._note_moved(1)
             return error
 
-        with ThreadPool(_LOOKS) as threads:  # slow storage and object stores answer late
-            errors = list(threads.map(look, manifest.files))
+        with ThreadPool(_LOOKS, "looks at data files") as threads:  # storage may answer late
+            errors = threads.map(look, manifest.files)
         for file, error in zip(manifest.files, errors, strict=True):
             if error is None:
                 continue
@@ -343,8 +343,8 @@ class _Recovery:
                 return {(self.rank, file.name): f"rank {self.rank}: {error}"}
             return {}
 
-        with ThreadPool(_COPIES) as threads:
-            found = list(threads.map(copy, plan.copies.get(self.rank, [])))
+        with ThreadPool(_COPIES, "copies data files") as threads:
+            found = threads.map(copy, plan.copies.get(self.rank, []))
         return {key: text for damaged in found for key, text in damaged.items()}
 
     def _publish(self, name: str, plan: _Plan) -> None:

@@ -29,7 +29,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine import native
 from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.values import SaveId, is_data_file_name
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.threads import BackgroundThread
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 TIMEOUT_SECONDS = 30.0  # without a byte, on both sides

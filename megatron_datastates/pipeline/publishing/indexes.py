@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
 from megatron_datastates.pipeline.saving.records import Records, SavedPart
 from megatron_datastates.plan.layout import Layout

@@ -22,9 +22,9 @@ from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
 from megatron_datastates.format.merging import merge_indexes
 from megatron_datastates.format.tables import Directory
-from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.records import Records
 from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.threads import BackgroundThread
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _ANY_FILES = 1 << 31  # more data files than a checkpoint has

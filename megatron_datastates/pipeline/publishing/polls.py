@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
-from megatron_datastates.pipeline.saving.background import is_in_background
 from megatron_datastates.pipeline.saving.postponement import Postponement
+from megatron_datastates.threads import is_in_background
 
 T = TypeVar("T")
 

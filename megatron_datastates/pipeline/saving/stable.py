@@ -28,8 +28,8 @@ from typing import Any
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
 from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile
 

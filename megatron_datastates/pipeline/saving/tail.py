@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import DataStatesError, ProviderError, UnsafeObjectError, raise_from
 from megatron_datastates.files import OBJECT_BYTES
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.frames import Encoders, FrameWriter
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import (
