@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 from megatron_datastates.threads import BackgroundThread as BackgroundThread
-from megatron_datastates.threads import Call, ThreadPool
+from megatron_datastates.threads import Call
 from megatron_datastates.threads import is_in_background as is_in_background
 from megatron_datastates.threads import lost as lost
 
-S = TypeVar("S")
 T = TypeVar("T")
 # Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does
 # next; an earlier thread would take the GIL from the trainer for milliseconds.
@@ -58,10 +57,3 @@ class Answers:
     def is_answered(self, seconds: float = 0.0) -> bool:
         """Waits until no question hangs; returns False if one still does after `seconds`."""
         return self._asking is None or self._asking.join(seconds)
-
-
-def in_background(function: Callable[[S], T], parts: Iterable[S]) -> list[T]:
-    """Returns what `function` returns for each part."""
-    items = list(parts)
-    with ThreadPool(len(items)) as pool:
-        return pool.map(function, items)
