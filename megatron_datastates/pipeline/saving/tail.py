@@ -55,7 +55,7 @@ class _Pending(NamedTuple):
 
 @dataclasses.dataclass
 class PartCosts:
-    """What one provider's share of the tail has cost."""
+    """What one provider's part of the tail has cost."""
 
     entries: dict[int, int] = dataclasses.field(default_factory=dict)  # numbers, by Kind
     bytes: int = 0  # as stored

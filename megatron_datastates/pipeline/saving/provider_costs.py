@@ -16,21 +16,21 @@ from megatron_datastates.providers.collect import Part
 from megatron_datastates.units import milliseconds
 
 
-def provider_shares(
+def provider_costs(
     plan: StatePlan | None, parts: Sequence[Part], tails: Mapping[str, PartCosts]
 ) -> dict[str, dict[str, Any]]:
-    """Returns each provider's share of a rank's save, by name, with the fields of docs/reports.md.
+    """Returns what each provider adds to a rank's save, by name, with the fields of docs/reports.md.
 
     Args:
-        plan: None if the save failed before it had one; then there are no shares.
+        plan: None if the save failed before it had one; then nothing is returned.
         tails: by the provider's name; none for a provider that has written nothing to the tail.
     """
     if plan is None:
         return {}
-    return {part.name: _share(plan, part, tails.get(part.name, PartCosts())) for part in parts}
+    return {part.name: _costs(plan, part, tails.get(part.name, PartCosts())) for part in parts}
 
 
-def _share(plan: StatePlan, part: Part, tail: PartCosts) -> dict[str, Any]:
+def _costs(plan: StatePlan, part: Part, tail: PartCosts) -> dict[str, Any]:
     mine = slice(part.first_tensor, part.end_tensor)
     sizes, eager, on_device = plan.sizes[mine], plan.eager[mine], plan.on_device[mine]
     return {
