@@ -36,7 +36,7 @@ class StagingEngine:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.given_up = False  # some thread did not end in time
+        self.has_hung_threads = False  # some thread did not end in time
         self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
         self._most_slots = most_slots(options.staging_memory, self.slot_bytes, ranks_sharing_memory())
         self._bounded_for = 0  # slots: the most that were wanted so far
@@ -131,7 +131,7 @@ class StagingEngine:
     def remove(self, job: native.SaveJob) -> None:
         """Waits until nothing of a failed job is in flight, then removes its file."""
         while not job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
-            if self.given_up:
+            if self.has_hung_threads:
                 return
         job.remove()
 
@@ -174,8 +174,8 @@ class StagingEngine:
 
         Threads that a hung disk or device blocks for longer are abandoned, with the memory that they use.
         """
-        self.given_up = not self.native.close(seconds)
-        return not self.given_up
+        self.has_hung_threads = not self.native.close(seconds)
+        return not self.has_hung_threads
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
