@@ -295,7 +295,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "linked_bytes": linked,
         "eager_bytes": save.plan.eager_bytes if save.plan is not None else 0,
         "lazy_bytes": save.plan.lazy_bytes if save.plan is not None else 0,
-        "providers": provider_costs(save.plan, save.tail.parts, save.tail.costs),
+        "providers": provider_costs(save.plan, save.tail.by_provider, save.tail.costs),
         "held_ms": milliseconds(save.held.total),
         # Of a copy: the trainer may add a part now, as a call that waits for a save that is over does.
         "held_parts_ms": {part: milliseconds(seconds) for part, seconds in dict(save.held.parts).items()},

@@ -210,7 +210,7 @@ class Saver:
             plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
         except Exception as error:
             raise_from(with_key(error, state), error)
-        names = [part.name for part in state.parts]
+        names = [one.name for one in state.by_provider]
         if plan.names != names:  # once for each structure: it takes time for each key
             check_names(state)
             plan.names = names
