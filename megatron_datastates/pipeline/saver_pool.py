@@ -120,7 +120,8 @@ def _close_idle(kind: type[Saver]) -> None:
 def _close_before_pools() -> None:
     """Has savers closed while pools of threads still work, which clients of object stores need to drain.
 
-    Not those of another kind: their saves run on threads of such pools, which Python joins (parts.py).
+    Not those of another kind: their saves run on threads of such pools, which Python joins
+    (external_ranks.py).
 
     The functions of `atexit` come after concurrent.futures has ended its pools. Hooks of `threading` are
     called in the opposite order of their registration, so this one comes before that of concurrent.futures.

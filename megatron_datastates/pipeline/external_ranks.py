@@ -44,7 +44,7 @@ class _GivenRanks(Collectives):
         self.distributed, self.rank, self.size = False, rank, size
 
 
-class PartSaver(Saver):
+class ExternalRankSaver(Saver):
     """Writes this rank's parts of saves. Thread-safe; each call waits for its save.
 
     The session's turn is that of plans and of the list of unfinished saves.
@@ -132,7 +132,7 @@ def new_save_id() -> SaveId:
     return next(_ids)
 
 
-def part_saver_for(options: Options) -> PartSaver:
-    """Returns the process's PartSaver with these options; it is closed when the interpreter ends."""
+def external_rank_saver_for(options: Options) -> ExternalRankSaver:
+    """Returns the process's ExternalRankSaver with these options; it is closed when the interpreter ends."""
     with _lock:
-        return kept_saver(PartSaver, options, SaveSession())
+        return kept_saver(ExternalRankSaver, options, SaveSession())
