@@ -37,7 +37,7 @@ from megatron_datastates.pipeline.external_ranks import external_rank_saver_for,
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.saving.milestones import SaveContext
-from megatron_datastates.pipeline.saving.records import SavedPart
+from megatron_datastates.pipeline.saving.records import RankContribution
 
 _PART = "datastates"  # the result of a rank is one for all its items
 _newest_lock = threading.Lock()  # async_save plans on threads
@@ -129,8 +129,8 @@ class DataStatesWriter(StorageWriter):
         publication = external_rank_saver_for(self._options).write(context, PlannedState(plan, planner))
         if self._save_id is not None and self._is_own_turn():
             self._publication = publication
-        save, part = publication.save, publication.part()
-        result = WriteResult(MetadataIndex(_PART), save.file.bytes if save.file else 0, part)
+        save, contribution = publication.save, publication.contribution()
+        result = WriteResult(MetadataIndex(_PART), save.file.bytes if save.file else 0, contribution)
         done: Future[list[WriteResult]] = Future()
         done.set_result([result])
         return done
@@ -159,13 +159,13 @@ class DataStatesWriter(StorageWriter):
         self._require_own_turn()
         publication, self._publication = self._publication, None
         assert publication is not None, "DCP calls write_data on the coordinator before finish"
-        parts = [result.storage_data for written in results for result in written]
-        assert all(isinstance(part, SavedPart) for part in parts)
+        contributions = [result.storage_data for written in results for result in written]
+        assert all(isinstance(one, RankContribution) for one in contributions)
         name, trust = publication.save.context.save_id.dcp_file_name(), self._options.trust_objects
         try:
             facts = Facts.of(metadata, self.storage_meta()).encode(name, trust=trust)
             extras = PublicationExtras(superseded=FILES_OF_TORCH_DIST, dcp_facts=lambda: facts)
-            external_rank_saver_for(self._options).publish(publication, parts, extras)
+            external_rank_saver_for(self._options).publish(publication, contributions, extras)
         except Exception:
             if not publication.keeps_files:
                 publication.save.cancel_and_remove("the save was not published")

@@ -238,8 +238,8 @@ class Saver:
             return
         if save.stable.link_error is not None:
             links.note_refusal(save.context.folder, save.stable.link_error)
-        if save.stable.shared is not None:
-            links.keep(save.stable.shared, save.plan.stable.layout.digest, save.stable.has_changed)
+        if save.stable.linkable is not None:
+            links.keep(save.stable.linkable, save.plan.stable.layout.digest, save.stable.has_changed)
 
     def _abandon_old_world(self) -> None:
         old = [p for p in self._unfinished if p.collectives is not self.session.collectives]

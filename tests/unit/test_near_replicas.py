@@ -77,7 +77,7 @@ class Cluster:
         rank, size = self._rank.value, len(self.roots)
 
         class Threads:
-            share = staticmethod(self._gather)
+            gather_values = staticmethod(self._gather)
 
             def start_sum(inner, values: Sequence[int]) -> Any:
                 sums = [sum(values) for values in zip(*self._gather(list(values)), strict=True)]

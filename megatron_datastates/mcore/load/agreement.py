@@ -243,7 +243,7 @@ class Agreement:
         if part is not None:
             with contextlib.suppress(Exception):  # it comes again where this rank reads its part alone
                 mine = part(ranks.rank, ranks.size)
-        return [each for each in ranks.share(mine) if each is not None]
+        return [each for each in ranks.gather_values(mine) if each is not None]
 
     def begin_exchange(self) -> None:
         """Makes the collective call of the world that precedes an exchange. Raises as `settle`."""

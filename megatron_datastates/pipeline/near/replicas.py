@@ -1,6 +1,6 @@
 """Copies of a node's files in the near tiers of other nodes, so that one lost node costs no checkpoint.
 
-Protocol, once all ranks have the manifest of a save (share.py):
+Protocol, once all ranks have the manifest of a save (publishing.py):
   1. The nodes with files near are a ring, in the order of their first ranks. With K replicas, each node
      fetches the files of K others, which divide the ring into equal parts: nodes that are next to each other
      are often in one rack, and lost together. Files go where its own are. Its ranks share the work.

@@ -66,7 +66,7 @@ class LayoutStore:
         # the check and the rename of one of them.
         self.publishing = publishing or threading.Lock()
         self.publisher: BackgroundThread | None = None  # of the last save: the next one's follows it
-        # The indexes of the last saves that were published near (near/share.py), by digest and the ranks that
+        # The indexes of the last saves that were published near (near/), by digest and the ranks that
         # store them; on rank 0 and those ranks.
         self._near: dict[tuple[str, tuple[int, ...]], bytes] = {}
         # Of this epoch and of the last one; one list of providers for all ranks that have the same.

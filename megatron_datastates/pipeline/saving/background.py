@@ -6,10 +6,7 @@ import errno
 from collections.abc import Callable
 from typing import TypeVar
 
-from megatron_datastates.threads import BackgroundThread as BackgroundThread
-from megatron_datastates.threads import Call
-from megatron_datastates.threads import is_in_background as is_in_background
-from megatron_datastates.threads import lost as lost
+from megatron_datastates.threads import BackgroundThread, Call
 
 T = TypeVar("T")
 # Delay of a thread that a poll starts. After it the trainer is done with the poll and with what Megatron does

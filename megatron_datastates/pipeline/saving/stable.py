@@ -67,7 +67,7 @@ class StableFile:
         self._writing: FileSave | None = None
         self._digesting: FileSave | None = None
         self._is_linked = False
-        self.shared: LinkableFile | None = None  # once durable
+        self.linkable: LinkableFile | None = None  # once durable
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class StableFile:
         if self._is_linked:
             assert self._link is not None
             self._link.sync()
-            self.shared = self._link.file
+            self.linkable = self._link.file
             return
         assert self._writing is not None
         durable = seal(self._writing, self._writing.layout.tensor_end, group=STABLE_GROUP)
@@ -230,7 +230,7 @@ class StableFile:
             )
         content = hashlib.sha256(written).digest()
         path = self._writing.path
-        self.shared = LinkableFile(path, self._save_id, durable, content, identity_of(path))
+        self.linkable = LinkableFile(path, self._save_id, durable, content, identity_of(path))
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes what it has made."""

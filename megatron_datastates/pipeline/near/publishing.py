@@ -57,7 +57,7 @@ class NearPlace(NamedTuple):
 class Storing:
     """Whether this rank may store a save's small files, and the manifest that it has replaced, if any.
 
-    Outlives its NearShare, which holds all that the ranks have sent.
+    Outlives its NearPublishing, which holds all that the ranks have sent.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Storing:
             return self.replaced
 
 
-class NearShare:
+class NearPublishing:
     """This rank's part of publishing one save in the near tiers.
 
     Attributes:
