@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -92,8 +93,15 @@ def _option(
     metavar: str,
     help: str,
     compared: Callable[[Any], object] | None = None,
+    *,
+    engine: bool = False,
 ) -> Any:
-    return dataclasses.field(default=default, metadata={"spec": OptionSpec(parse, metavar, help, compared)})
+    spec = OptionSpec(parse, metavar, help, compared)
+    return dataclasses.field(default=default, metadata={"spec": spec, "engine": engine})
+
+
+def _hidden(default: Any, parse: Callable[[str], Any] = str, *, engine: bool = False) -> Any:
+    return dataclasses.field(default=default, metadata={"parse": parse, "engine": engine})
 
 
 def _is_given(text: str) -> str:
@@ -102,7 +110,7 @@ def _is_given(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All options; a field's default is the option's default."""
+    """All options; a field's default is the option's default. `engine`: staging engines read it."""
 
     staging_memory: int = _option(
         0,
@@ -111,6 +119,7 @@ class Options:
         "pinned host memory for staging, per rank. A shard of any size streams through it. A given size is "
         "allocated when the program starts; auto takes the size of the shard, up to 25%% of the free memory "
         "divided by the number of local ranks, while training begins (default auto)",
+        engine=True,
     )
     slot_size: int = _option(
         0,
@@ -118,6 +127,7 @@ class Options:
         "SIZE",
         "size of one slot of the staging memory, which is the size of one write (default auto: 2MiB, or 8MiB "
         "with a GPU unless less than 64MiB of staging memory is set)",
+        engine=True,
     )
     direct_io: bool = _option(
         True,
@@ -125,12 +135,14 @@ class Options:
         "on|off",
         "bypass the page cache where the file system allows it, except for loads of objects, and of what "
         "several ranks of a node request (default on)",
+        engine=True,
     )
     checksums: bool = _option(
         True,
         parse_on_off,
         "on|off",
         "store a CRC-32C for every MiB, computed while writing, and compare it at loads (default on)",
+        engine=True,
     )
     lazy: bool = _option(
         True,
@@ -146,6 +158,7 @@ class Options:
         "on|off",
         "for debugging: copy everything twice, the first time before save_checkpoint returns, and fail the "
         "save if the checksums differ, because something changed a tensor too early (default off)",
+        engine=True,
     )
     prepared: bool = _option(
         True,
@@ -154,16 +167,30 @@ class Options:
         "in Megatron's training loop, reuse what the last save has prepared (names, places and shapes of "
         "tensors) after checking that it still holds; off prepares every save anew (default on)",
     )
-    copy_threads: int = _option(2, _threads, "N", "threads that copy host memory, with checksums (default 2)")
+    copy_threads: int = _option(
+        2, _threads, "N", "threads that copy host memory, with checksums (default 2)", engine=True
+    )
     write_threads: int = _option(
-        8, _threads, "N", "threads that write, with checksums of what a device has copied (default 8)"
+        8,
+        _threads,
+        "N",
+        "threads that write, with checksums of what a device has copied (default 8)",
+        engine=True,
     )
     read_threads: int = _option(4, _threads, "N", "threads that read and check at a load (default 4)")
     copy_limit: int = _option(
-        0, parse_bytes, "SIZE", "copy at most this many bytes a second, per rank (default 0: no limit)"
+        0,
+        parse_bytes,
+        "SIZE",
+        "copy at most this many bytes a second, per rank (default 0: no limit)",
+        engine=True,
     )
     write_limit: int = _option(
-        0, parse_bytes, "SIZE", "write at most this many bytes a second, per rank (default 0: no limit)"
+        0,
+        parse_bytes,
+        "SIZE",
+        "write at most this many bytes a second, per rank (default 0: no limit)",
+        engine=True,
     )
     compress: int = _option(
         0,
@@ -180,6 +207,7 @@ class Options:
         "step goes on and the save fails (by default that ends training: --datastates-on-failure). Both "
         "together must be less than --distributed-timeout-minutes, after which NCCL ends the other ranks "
         "(default 240)",
+        engine=True,
     )
     link: bool = _option(
         True,
@@ -287,23 +315,23 @@ class Options:
         "(default: no file)",
     )
     # For tests and benchmarks; --help does not list them.
-    faults: str = ""
-    driver: str = "libcuda.so.1"
-    sysfs: str = "/sys"
+    faults: str = _hidden("", engine=True)
+    driver: str = _hidden("libcuda.so.1", engine=True)
+    sysfs: str = _hidden("/sys", engine=True)
     # Write nothing, to measure copies without a disk; no save is ever published then.
-    discard: bool = dataclasses.field(default=False, metadata={"parse": parse_on_off})
-    tripwire: bool = dataclasses.field(default=True, metadata={"parse": parse_on_off})
+    discard: bool = _hidden(False, parse_on_off, engine=True)
+    tripwire: bool = _hidden(True, parse_on_off, engine=True)
     # Bytes of device copies that wait in the driver, unless the trainer waits for them. The more there are,
     # the longer a small copy of the trainer's waits; the fewer, the more calls of the driver, which delay its
     # launches (benchmarks/results/gpu-h100-small-copies.json).
-    most_in_flight: int = dataclasses.field(default=8 * MIB, metadata={"parse": parse_bytes})
+    most_in_flight: int = _hidden(8 * MIB, parse_bytes, engine=True)
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
-    sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
+    sample_seed: int = _hidden(0, int, engine=True)
     # Bytes of stable tensors from which on a rank stores them apart. Below, one more file for each rank and
     # checkpoint, with its creation and its sync, costs more than writing them.
-    link_from: int = dataclasses.field(default=16 * MIB, metadata={"parse": parse_bytes})
+    link_from: int = _hidden(16 * MIB, parse_bytes)
     # Seconds until lazy copies begin in a loop that neither polls nor fences.
-    lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": parse_seconds})
+    lazy_delay: float = _hidden(0.1, parse_seconds)
 
     def __post_init__(self) -> None:
         if self.staging_memory and self.staging_memory < 2 * self.slot_size:
@@ -316,6 +344,13 @@ class Options:
     def specs(cls) -> dict[str, OptionSpec]:
         """Returns the options that users see: field name -> specification."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls) if "spec" in f.metadata}
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (they are few, and small)
+    def of_engine(self) -> Options:
+        """Returns these with defaults for those that no staging engine reads: if equal, engines are alike."""
+        fields = dataclasses.fields(self)
+        others: dict[str, Any] = {f.name: f.default for f in fields if not f.metadata["engine"]}
+        return dataclasses.replace(self, **others)
 
     def of_all_ranks(self) -> dict[str, str]:
         """Returns what has to be the same on all ranks, by option, as text."""
@@ -397,7 +432,7 @@ _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: 
 
 def _parsed(field: dataclasses.Field[Any], text: str, what: str) -> Any:
     spec = field.metadata.get("spec")
-    parse = spec.parse if spec is not None else field.metadata.get("parse", str)
+    parse = spec.parse if spec is not None else field.metadata["parse"]
     try:
         return parse(text)
     except ValueError as error:

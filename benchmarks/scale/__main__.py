@@ -89,7 +89,7 @@ def bars_of(layouts: dict[str, Result]) -> list[Bar]:
     for name, found in layouts.items():
         if found["ranks"] < LARGEST:
             continue
-        add(name, "commit, layout known", found["commit"], "cached_seconds", 2, "s")
+        add(name, "publishing, layout known", found["commit"], "cached_seconds", 2, "s")
         add(name, "manifest's work at load", found["load"], "seconds", 1, "s")
         add(name, "memory of it", found["load"], "peak_mib", 300, "MiB")
         add(name, "planning 8 times the tensors, of 8 times the time", found["plan"], "steepness", 1.25, "")
@@ -103,7 +103,7 @@ def _print_layouts(layouts: dict[str, Result]) -> None:
         "plan a rank, ms": ("plan", "largest_rank_ms", 1, ".1f"),
         "index, MiB": ("commit", "merged_index_bytes", 1 << 20, ".1f"),
         "merge, s": ("commit", "merge_seconds", 1, ".2f"),
-        "commit, s": ("commit", "cached_seconds", 1, ".3f"),
+        "publish, s": ("commit", "cached_seconds", 1, ".3f"),
         "kept, MiB": ("commit", "kept_mib", 1, ".0f"),
         "load, s": ("load", "seconds", 1, ".3f"),
         "load, MiB": ("load", "peak_mib", 1, ".0f"),

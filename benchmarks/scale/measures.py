@@ -1,8 +1,8 @@
 """What benchmarks.scale measures, each in its own process, so that its memory can be measured.
 
 A measure sends names and values as it finds them; later ones add to earlier ones, so that a measure that is
-ended early has sent what it had found. `plan` leaves the indexes of all ranks in the folder, `commit` makes a
-published checkpoint of them (with sparse data files), and `load` plans one rank's load of it.
+ended early has sent what it had found. `plan` leaves the indexes of all ranks in the folder, `commit`, as
+results name it, publishes a checkpoint of them (with sparse data files), and `load` plans one load of it.
 """
 
 from __future__ import annotations

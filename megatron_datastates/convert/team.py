@@ -22,7 +22,7 @@ _LONGEST_STEP = timedelta(days=7)  # a rank may have all the large files
 _PUBLISHED_EVERY_SECONDS = 0.2
 
 
-class SharedCount:
+class TeamCount:
     """A count that all ranks add to while they work. Thread-safe.
 
     Args:
@@ -66,10 +66,10 @@ class Team:
         self.rank = dist.get_rank() if self._together else 0
         self.size = dist.get_world_size() if self._together else 1
 
-    def new_count(self) -> SharedCount:
+    def new_count(self) -> TeamCount:
         """Returns a count of all ranks. Each has to ask for its counts in the same order."""
         self._counts += 1
-        return SharedCount(self._store, f"count {self._counts}")
+        return TeamCount(self._store, f"count {self._counts}")
 
     def gather(self, step: Callable[[], T]) -> list[T]:
         """Runs a step on every rank and returns all results, by rank. Any rank's error is raised on all.

@@ -5,7 +5,7 @@ thread beside the trainer:
   1. Each rank sends its plan; the coordinator draws a save id, and each rank gets it with its final plan
      (`prepare_global_plan`). A planner that caches plans keeps an old id: such a rank draws one of its own.
   2. Each rank writes the items of its plan to one data file, waits until it is durable, and returns what the
-     manifest needs (`write_data`; pipeline/parts.py).
+     manifest needs (`write_data`; pipeline/external_ranks.py).
   3. DCP gathers these on the coordinator. Only if no rank failed, it calls `finish`: the index and
      the file with DCP's facts are written, then the manifest. Then all ranks return, or all raise DCP's
      CheckpointException.
@@ -33,11 +33,11 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.option_calls import options_of_call
-from megatron_datastates.pipeline.parts import new_save_id, part_saver_for
+from megatron_datastates.pipeline.external_ranks import external_rank_saver_for, new_save_id
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.saving.milestones import SaveContext
-from megatron_datastates.pipeline.saving.records import SavedPart
+from megatron_datastates.pipeline.saving.records import RankContribution
 
 _PART = "datastates"  # the result of a rank is one for all its items
 _newest_lock = threading.Lock()  # async_save plans on threads
@@ -126,11 +126,11 @@ class DataStatesWriter(StorageWriter):
         """
         self._require_own_turn()
         context = self._context(plan.storage_data)
-        publication = part_saver_for(self._options).write(context, PlannedState(plan, planner))
+        publication = external_rank_saver_for(self._options).write(context, PlannedState(plan, planner))
         if self._save_id is not None and self._is_own_turn():
             self._publication = publication
-        save, part = publication.save, publication.part()
-        result = WriteResult(MetadataIndex(_PART), save.file.bytes if save.file else 0, part)
+        save, contribution = publication.save, publication.contribution()
+        result = WriteResult(MetadataIndex(_PART), save.file.bytes if save.file else 0, contribution)
         done: Future[list[WriteResult]] = Future()
         done.set_result([result])
         return done
@@ -159,13 +159,13 @@ class DataStatesWriter(StorageWriter):
         self._require_own_turn()
         publication, self._publication = self._publication, None
         assert publication is not None, "DCP calls write_data on the coordinator before finish"
-        parts = [result.storage_data for written in results for result in written]
-        assert all(isinstance(part, SavedPart) for part in parts)
+        contributions = [result.storage_data for written in results for result in written]
+        assert all(isinstance(one, RankContribution) for one in contributions)
         name, trust = publication.save.context.save_id.dcp_file_name(), self._options.trust_objects
         try:
             facts = Facts.of(metadata, self.storage_meta()).encode(name, trust=trust)
             extras = PublicationExtras(superseded=FILES_OF_TORCH_DIST, dcp_facts=lambda: facts)
-            part_saver_for(self._options).publish(publication, parts, extras)
+            external_rank_saver_for(self._options).publish(publication, contributions, extras)
         except Exception:
             if not publication.keeps_files:
                 publication.save.cancel_and_remove("the save was not published")

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron_datastates.engine import native
 from megatron_datastates.errors import StorageError
 from megatron_datastates.plan.reads import ReadSpans
 from megatron_datastates.plan.windows import Window, cut_windows
-from megatron_datastates.threads import ThreadPool
+from megatron_datastates.threads import Call, ThreadPool
 
 _WINDOW_BYTES = 16 * MIB  # the longest request, except for one block; takes far longer than its first byte
 _GAP_BYTES = 2 * MIB  # read through rather than asked for separately
@@ -51,9 +51,9 @@ def read_through_windows(
     """
     sizes = np.array([size for _, size in sources], np.uint64)
     windows = cut_windows(spans, sizes, window_bytes=_WINDOW_BYTES, gap_bytes=_GAP_BYTES)
-    waiting: deque[tuple[Window, Future[_Held]]] = deque()
+    waiting: deque[tuple[Window, Call[_Held]]] = deque()
     fetched = 0
-    with ThreadPool(_THREADS, "datastates-fetch") as threads:
+    with ThreadPool(_THREADS, "fetches objects") as threads:
         try:
             for window in windows:
                 waiting.append((window, threads.submit(_fetch, *sources[window.file], window)))
@@ -61,23 +61,18 @@ def read_through_windows(
                     fetched += _finish(waiting, deliver, progress)
             while waiting:
                 fetched += _finish(waiting, deliver, progress)
-        finally:  # after an error
-            for _, future in waiting:
-                future.cancel()
-            for _, future in waiting:
-                with contextlib.suppress(BaseException):
-                    future.result().close()
+        finally:  # an error keeps this frame, which then does not keep what was fetched
+            waiting.clear()
     return fetched
 
 
 def _finish(
-    waiting: deque[tuple[Window, Future[_Held]]],
+    waiting: deque[tuple[Window, Call[_Held]]],
     deliver: Callable[[Path, int, ReadSpans], None],
     progress: Callable[[int], None],
 ) -> int:
-    window, future = waiting[0]
-    held = future.result()  # if this is interrupted, the caller closes it
-    waiting.popleft()
+    window, call = waiting.popleft()
+    held = call.result()
     with contextlib.closing(held):
         deliver(held.path, window.file, window.spans.in_one_file())
     count = sum(end - begin for begin, end in window.pieces)
@@ -86,7 +81,10 @@ def _finish(
 
 
 class _Held:
-    """A file in memory, as long as an object but with holes; where a sandbox refuses that, without a name."""
+    """A file in memory, as long as an object but with holes; where a sandbox refuses that, without a name.
+
+    Closed at the latest when nothing refers to it any more, as after an error of the caller.
+    """
 
     def __init__(self) -> None:
         try:
@@ -96,6 +94,7 @@ class _Held:
                 self._descriptor = os.dup(file.fileno())
         native.close_in_forked_child(self._descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
+        self.close = weakref.finalize(self, _close, self._descriptor, os.getpid())
 
     def write(self, data: bytes, offset: int) -> None:
         view = memoryview(data)
@@ -103,9 +102,11 @@ class _Held:
             count = os.pwrite(self._descriptor, view, offset)
             view, offset = view[count:], offset + count
 
-    def close(self) -> None:
-        native.forget_descriptor(self._descriptor)
-        os.close(self._descriptor)
+
+def _close(descriptor: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has closed it, and may have another file with that number
+        native.forget_descriptor(descriptor)
+        os.close(descriptor)
 
 
 def _fetch(path: Path, data_bytes: int, window: Window) -> _Held:

@@ -6,7 +6,6 @@ not belong here: fences, agreement of ranks, publishing.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -30,28 +29,14 @@ from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout
 
 _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
-# Options that engines do not read.
-_OF_OTHERS = (
-    "lazy", "lazy_delay", "prepared", "read_threads", "compress", "link", "link_from", "on_failure",
-    "while_saving", "fallback", "on_damage", "trust_objects", "providers", "near", "near_keep",
-    "near_replicas", "drain_every", "drain_limit", "report_file",
-)  # fmt: skip
-
-
-@functools.lru_cache(maxsize=64)
-def engine_options(options: Options) -> Options:
-    """Returns the options with defaults for those that no engine reads: if equal, engines are alike."""
-    defaults = Options()
-    others: dict[str, Any] = {name: getattr(defaults, name) for name in _OF_OTHERS}
-    return dataclasses.replace(options, **others)
 
 
 class StagingEngine:
-    """The native engine with its threads and its staging memory. One per process and `engine_options`."""
+    """The native engine with its threads and its staging memory. One per process and `Options.of_engine`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.given_up = False  # some thread did not end in time
+        self.has_hung_threads = False  # some thread did not end in time
         self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
         self._most_slots = most_slots(options.staging_memory, self.slot_bytes, ranks_sharing_memory())
         self._bounded_for = 0  # slots: the most that were wanted so far
@@ -146,7 +131,7 @@ class StagingEngine:
     def remove(self, job: native.SaveJob) -> None:
         """Waits until nothing of a failed job is in flight, then removes its file."""
         while not job.wait(native.Milestone.RELEASED, native.SLICE_SECONDS):
-            if self.given_up:
+            if self.has_hung_threads:
                 return
         job.remove()
 
@@ -189,8 +174,8 @@ class StagingEngine:
 
         Threads that a hung disk or device blocks for longer are abandoned, with the memory that they use.
         """
-        self.given_up = not self.native.close(seconds)
-        return not self.given_up
+        self.has_hung_threads = not self.native.close(seconds)
+        return not self.has_hung_threads
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:

@@ -49,7 +49,12 @@ from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import Records, SavedPart, decode_failures, encode_failure
+from megatron_datastates.pipeline.saving.records import (
+    RankContribution,
+    Records,
+    decode_failures,
+    encode_failure,
+)
 
 # Between two polls of a trainer that waits. Each is a sum over all ranks: as long as a write lasts, they must
 # neither crowd the network nor fill NCCL's record of recent calls.
@@ -269,7 +274,7 @@ class Publication:
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome, publisher = outcome, self.publisher
-        publisher.is_given_up = True
+        publisher.polls_are_over = True
         if outcome is Outcome.PUBLISHED:
             publisher.published_at = publisher.published_at or time.perf_counter()
         if self._epoch is not None:
@@ -295,7 +300,7 @@ class Publication:
     def abandon(self, reason: str) -> None:
         """Ends the save on this rank, which will not poll again. Not collective."""
         self._abandoned_because = reason
-        self.publisher.is_given_up = True
+        self.publisher.polls_are_over = True
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.cancel_and_remove(reason)
             self.save.drop_sources()
@@ -327,21 +332,23 @@ class Publication:
         """Leaves the polls of other saves."""
         self._polls.discard(self)
 
-    # -- where another program brings the ranks together (parts.py) -------------------------------------
+    # -- where another program brings the ranks together (external_ranks.py) --------------------------------
 
-    def part(self) -> SavedPart:
-        """Returns this rank's part of a durable save; from now on a manifest may name its files."""
+    def contribution(self) -> RankContribution:
+        """Returns this rank's contribution to a durable save; from now on a manifest may name its files."""
         self._publishing = True
-        return self.publisher.part()
+        return self.publisher.contribution()
 
-    def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
-        """Publishes the parts of all ranks, in their order: step 4 of the protocol, on this thread.
+    def publish_contributions(
+        self, contributions: Sequence[RankContribution], extras: PublicationExtras
+    ) -> None:
+        """Publishes the contributions of all ranks, in their order: step 4 of the protocol, on this thread.
 
         Raises:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
             BaseException: KeyboardInterrupt and the like (errors.is_interrupt), after the same.
         """
-        self.publisher.publish_parts(parts, extras)
+        self.publisher.publish_contributions(contributions, extras)
         if self.save.failure is None:
             self._end(Outcome.PUBLISHED)
             return

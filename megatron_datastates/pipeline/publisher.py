@@ -13,23 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.near.share import NearPlace, NearShare
+from megatron_datastates.pipeline.near.publishing import NearPlace, NearPublishing
 from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher, SmallFiles
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras, small_files
 from megatron_datastates.pipeline.publishing.indexes import PATIENCE_SECONDS, IndexExchange
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
-from megatron_datastates.pipeline.saving.background import (
-    AFTER_POLL_SECONDS,
-    BackgroundThread,
-    is_in_background,
-    lost,
-)
-from megatron_datastates.pipeline.saving.flag import Flag
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import RankRecord, Records, SavedPart
+from megatron_datastates.pipeline.saving.records import RankContribution, RankRecord, Records
 from megatron_datastates.pipeline.saving.stable import stable_fields
+from megatron_datastates.threads import BackgroundThread, is_in_background, lost
 
 
 class Publisher:
@@ -44,7 +40,7 @@ class Publisher:
         near: once records are known, if there are files in near tiers.
         is_manifest_in_place: the manifest is in its place, or may yet be; also after a failure.
         published_at: by perf_counter: on rank 0 once it has published, elsewhere once that is known.
-        is_given_up: nobody polls the save any more; set by the trainer's thread.
+        polls_are_over: nobody polls the save any more; set by the trainer's thread.
     """
 
     def __init__(
@@ -60,10 +56,10 @@ class Publisher:
         self.indexes = IndexExchange(save, layouts)
         self.place = NearPlace()
         self.records = Records()
-        self.near: NearShare | None = None
+        self.near: NearPublishing | None = None
         self.is_manifest_in_place = False
         self.published_at: float | None = None
-        self.is_given_up = False
+        self.polls_are_over = False
         self._done = Flag()
         self._thread: BackgroundThread | None = None
         self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
@@ -82,7 +78,7 @@ class Publisher:
     def record(self) -> RankRecord:
         """Returns what this rank sends to all ranks."""
         save, file, times = self._save, self._save.file, self._save.times()
-        layouts, stable = self.indexes.own, save.stable.shared if save.stable is not None else None
+        layouts, stable = self.indexes.own, save.stable.linkable if save.stable is not None else None
         index_bytes, providers_bytes = self.indexes.unknown_bytes()
         return RankRecord(
             rank=save.context.rank,
@@ -114,7 +110,7 @@ class Publisher:
         """Starts to publish, now that the records of all ranks are here. Collective."""
         records = self.records
         if records.columns["is_near"].any():
-            self.near = NearShare(
+            self.near = NearPublishing(
                 records, self._save.context, self.layouts, self._faults, self.place.replicas
             )
         elif collectives.rank != 0:
@@ -160,23 +156,27 @@ class Publisher:
             self.is_manifest_in_place = False
             self._save.fail(cause)
 
-    # -- where another program brings the ranks together (parts.py) -------------------------------------
+    # -- where another program brings the ranks together (external_ranks.py) --------------------------------
 
-    def part(self) -> SavedPart:
-        """Returns this rank's part of a durable save."""
+    def contribution(self) -> RankContribution:
+        """Returns this rank's contribution to a durable save."""
         record = self.record()
         # A rank that stores nothing has a layout, and no data file.
         indexes = tuple(layout.index for layout in self.indexes.own[: len(record.layouts())])
-        return SavedPart(self._save.context.save_id, record.encode(), indexes, self.indexes.providers[1])
+        return RankContribution(
+            self._save.context.save_id, record.encode(), indexes, self.indexes.providers[1]
+        )
 
-    def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
-        """Publishes the parts of all ranks, in their order, on this thread. A failure is the save's."""
-        self.records, self.extras = Records(b"".join(part.record for part in parts)), extras
+    def publish_contributions(
+        self, contributions: Sequence[RankContribution], extras: PublicationExtras
+    ) -> None:
+        """Publishes all ranks' contributions, in their order, on this thread. A failure is the save's."""
+        self.records, self.extras = Records(b"".join(one.record for one in contributions)), extras
         epoch = self.layouts.begin_use()
         try:
             if self.layouts.should_forget():
                 self.layouts.forget(epoch)
-            self._written_as = self.indexes.store_parts(self.records, parts)
+            self._written_as = self.indexes.store_contributions(self.records, contributions)
             self._publish_here()
         finally:
             self.layouts.end_use(epoch, ())  # this process sends nothing to itself: it needs to know nothing
@@ -187,7 +187,7 @@ class Publisher:
         """Publishes on rank 0; or prepares what all ranks need to do so near."""
         try:
             # The trainer's own thread, where no other could be started, has to look itself.
-            self.indexes.store(self.records, lambda: self.is_given_up or not is_in_background())
+            self.indexes.store(self.records, lambda: self.polls_are_over or not is_in_background())
             if self.near is not None:  # changes nothing in --save: waits for no drain that publishes there
                 self.is_manifest_in_place = False  # until this rank stores it
                 self.near.offer(self._new_small_files())
@@ -213,9 +213,9 @@ class Publisher:
                 return
             self._note_done()  # last: no later save publishes while this one still removes files
 
-    def _publish_near(self, near: NearShare) -> None:
+    def _publish_near(self, near: NearPublishing) -> None:
         try:
-            near.do_part(lambda: self.is_given_up)
+            near.do_part(lambda: self.polls_are_over)
         except BaseException as error:  # as above
             self.is_manifest_in_place = near.is_in_place
             self._save.fail(error)

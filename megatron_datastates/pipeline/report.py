@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import OptionError
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, BackgroundThread
-from megatron_datastates.pipeline.saving.shares import provider_shares
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS
+from megatron_datastates.pipeline.saving.provider_costs import provider_costs
+from megatron_datastates.threads import BackgroundThread
 from megatron_datastates.units import milliseconds
 
 logger = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "linked_bytes": linked,
         "eager_bytes": save.plan.eager_bytes if save.plan is not None else 0,
         "lazy_bytes": save.plan.lazy_bytes if save.plan is not None else 0,
-        "providers": provider_shares(save.plan, save.tail.parts, save.tail.costs),
+        "providers": provider_costs(save.plan, save.tail.by_provider, save.tail.costs),
         "held_ms": milliseconds(save.held.total),
         # Of a copy: the trainer may add a part now, as a call that waits for a save that is over does.
         "held_parts_ms": {part: milliseconds(seconds) for part, seconds in dict(save.held.parts).items()},

@@ -210,7 +210,7 @@ class Saver:
             plan, memory = self.session.plans.find(tensors, tail_items(state), self._least_stable())
         except Exception as error:
             raise_from(with_key(error, state), error)
-        names = [part.name for part in state.parts]
+        names = [one.name for one in state.by_provider]
         if plan.names != names:  # once for each structure: it takes time for each key
             check_names(state)
             plan.names = names
@@ -238,8 +238,8 @@ class Saver:
             return
         if save.stable.link_error is not None:
             links.note_refusal(save.context.folder, save.stable.link_error)
-        if save.stable.shared is not None:
-            links.keep(save.stable.shared, save.plan.stable.layout.digest, save.stable.has_changed)
+        if save.stable.linkable is not None:
+            links.keep(save.stable.linkable, save.plan.stable.layout.digest, save.stable.has_changed)
 
     def _abandon_old_world(self) -> None:
         old = [p for p in self._unfinished if p.collectives is not self.session.collectives]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.staging import engine_options
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.session import SaveSession
 
@@ -89,12 +88,12 @@ def _engine_owner(kind: type[Saver], options: Options) -> Saver | None:
     """
     if kind is not Saver or options.faults:
         return None
-    wanted = engine_options(options)
+    wanted = options.of_engine()
     return next(
         (
             saver
             for (other, theirs), saver in list(_savers.items())
-            if other is kind and saver.engine_owner is None and engine_options(theirs) == wanted
+            if other is kind and saver.engine_owner is None and theirs.of_engine() == wanted
         ),
         None,
     )
@@ -121,7 +120,8 @@ def _close_idle(kind: type[Saver]) -> None:
 def _close_before_pools() -> None:
     """Has savers closed while pools of threads still work, which clients of object stores need to drain.
 
-    Not those of another kind: their saves run on threads of such pools, which Python joins (parts.py).
+    Not those of another kind: their saves run on threads of such pools, which Python joins
+    (external_ranks.py).
 
     The functions of `atexit` come after concurrent.futures has ended its pools. Hooks of `threading` are
     called in the opposite order of their registration, so this one comes before that of concurrent.futures.

@@ -15,7 +15,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import RanksDifferError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.publishing import alike
+from megatron_datastates.pipeline.publishing import rank_consistency
 from megatron_datastates.pipeline.publishing.collectives import Collectives, gather_objects
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Polls, Turn
@@ -64,15 +64,15 @@ class SaveSession:
         """Draws the id of the run in this world, and compares releases and options; collective until then.
 
         Raises:
-            RanksDifferError: ranks differ in what they need alike (publishing/alike.py). On all ranks.
+            RanksDifferError: ranks differ in what they need alike (rank_consistency.py). On all ranks.
         """
         if self._run_id is not None:
             return
-        facts = alike.facts_of(options)
-        digest = alike.digest_of(facts)
+        facts = rank_consistency.facts_of(options)
+        digest = rank_consistency.digest_of(facts)
         run_id, are_alike = self.collectives.share_and_compare(secrets.randbits(63), digest)
         if not are_alike:
-            raise RanksDifferError(alike.difference(gather_objects((socket.gethostname(), facts))))
+            raise RanksDifferError(rank_consistency.difference(gather_objects((socket.gethostname(), facts))))
         self._run_id = run_id
 
     def next_id(self) -> SaveId:

@@ -13,8 +13,8 @@ from megatron_datastates.providers.objects import ObjectSource, empty_sources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """One provider's share of a state."""
+class ProviderEntries:
+    """Which entries of a state are one provider's."""
 
     name: str  # "" for the state of the program or of Megatron itself
     kind: str  # for people
@@ -49,7 +49,7 @@ class Collected:
     tail_keys: list[str] = dataclasses.field(default_factory=list)
     # Runs of objects without a value, in their order; `tail` has them, too.
     empty: list[Empty] = dataclasses.field(default_factory=list)
-    parts: list[Part] = dataclasses.field(default_factory=list)
+    by_provider: list[ProviderEntries] = dataclasses.field(default_factory=list)
 
     def others(self) -> Iterator[int]:
         """Yields the numbers of the tail's entries that are not `empty`."""
@@ -59,7 +59,7 @@ class Collected:
 
 
 class _Yielded(NamedTuple):
-    """A tensor that one of the providers has yielded, the number of its part, and its version then."""
+    """A tensor that one of the providers has yielded, the number of the provider, and its version then."""
 
     number: int
     source: TensorSource
@@ -98,10 +98,10 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
         except Exception as error:
             raise _failure(name, kind, "save", error) from error
         ends = (tensors, len(state.tensors), tail, len(state.tail))
-        state.parts.append(Part(str(name), kind, notes, *ends))  # as in `_checked_notes`
+        state.by_provider.append(ProviderEntries(str(name), kind, notes, *ends))  # as in `_checked_notes`
     for number, source, version in yielded:  # nothing was copied: each would be stored as it is now
         if _version_of(source.tensor) != version:
-            raise state.parts[number].failed(
+            raise state.by_provider[number].failed(
                 MismatchError(
                     f"tensor {source.key!r} was changed by `entries`, of this or another state provider, "
                     "after it was yielded: expected a tensor with memory of its own for each source"
@@ -118,25 +118,25 @@ def check_names(state: Collected) -> None:
     Raises:
         ProviderError: one is.
     """
-    named = {f"{part.name}.": part for part in state.parts if part.name}
-    own = next((part for part in state.parts if not part.name), None)
+    named = {f"{provider.name}.": provider for provider in state.by_provider if provider.name}
+    own = next((provider for provider in state.by_provider if not provider.name), None)
     if not named or own is None:
         return
     prefixes = tuple(named)
     tensors = state.tensors.keys[own.first_tensor : own.end_tensor]
     for key in chain(tensors, state.tail_keys[own.first_tail : own.end_tail]):
         if key.startswith(prefixes):
-            part = next(part for prefix, part in named.items() if key.startswith(prefix))
+            provider = next(provider for prefix, provider in named.items() if key.startswith(prefix))
             raise ProviderError(
-                f"the state provider {part.name!r} ({part.kind}) has the name that {key!r} begins with, a "
-                "key of the rest of the state: expected a name that no other key begins with; rename the "
-                "provider"
+                f"the state provider {provider.name!r} ({provider.kind}) has the name that {key!r} begins "
+                "with, a key of the rest of the state: expected a name that no other key begins with; rename "
+                "the provider"
             )
 
 
 def _add(state: Collected, prefix: str, provider: StateProvider, yielded: list[_Yielded]) -> None:
     entry: Any = None
-    number = len(state.parts)
+    number = len(state.by_provider)
     try:
         for entry in provider.entries():
             if type(entry) is ObjectSource:  # first: a model may have several for each layer

@@ -90,8 +90,8 @@ def values_shared(transport: str, folder: str) -> None:
     for longest in range(ranks):
         value = {"rank": rank, "long": list(range(500))} if rank == longest else None
         expected = [{"rank": n, "long": list(range(500))} if n == longest else None for n in range(ranks)]
-        assert collectives.share(value) == expected
-    assert collectives.share("x" * (rank * 37)) == ["x" * (n * 37) for n in range(ranks)]
+        assert collectives.gather_values(value) == expected
+    assert collectives.gather_values("x" * (rank * 37)) == ["x" * (n * 37) for n in range(ranks)]
     report(folder)
 
 

@@ -43,4 +43,4 @@ def test_without_the_tripwires_sample_an_early_write_is_not_found(
 
 @pytest.mark.parametrize("paranoid", [False, True])
 def test_fenced_writes_raise_no_alarm(world: World, tmp_path: Path, paranoid: bool) -> None:
-    world.run("tripwire_ranks:save_untouched", tmp_path, {"paranoid": paranoid})
+    world.run("tripwire_ranks:save_overwritten", tmp_path, {"paranoid": paranoid})

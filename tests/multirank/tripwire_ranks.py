@@ -37,7 +37,7 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
     report(folder, error=error, published=published)
 
 
-def save_untouched(directory: str, options: dict[str, bool], folder: str) -> None:
+def save_overwritten(directory: str, options: dict[str, bool], folder: str) -> None:
     """Overwrites tensors only after a fence, which raises no alarm."""
     join()
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(slot_size=1 << 20, **options))

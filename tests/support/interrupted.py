@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates import flag
 from megatron_datastates.pipeline.saver_pool import close_all
-from megatron_datastates.pipeline.saving import flag
 
 LIMIT_SECONDS = 10.0
 STRIDE = 5

@@ -73,7 +73,7 @@ def test_a_layout_knows_them_as_objects() -> None:
     keys += ["own.8._extra_state", "own.9._extra_state"]
     assert [(item.kind, item.key) for item in tail_items(state)] == [(Kind.OBJECT, key) for key in keys]
     assert state.tail_keys == keys and list(state.others()) == [0, 4]
-    assert [(part.first_tail, part.end_tail) for part in state.parts] == [(0, 7), (7, 9)]
+    assert [(part.first_tail, part.end_tail) for part in state.by_provider] == [(0, 7), (7, 9)]
 
 
 def test_none_of_them_are_no_entry(tmp_path: Path) -> None:

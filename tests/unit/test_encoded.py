@@ -28,6 +28,7 @@ from megatron_datastates.pipeline.loading import decoding, entries
 from megatron_datastates.pipeline.loading.filling import fill
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Place
+from megatron_datastates.threads import BackgroundThread
 from tests.unit.by_hand import encoded_entry
 from tests.unit.encoded import (
     COLUMNS,
@@ -259,25 +260,25 @@ def test_a_frame_that_does_not_decode_fails_the_read_in_whatever_batch_it_is(tmp
 
 
 def test_an_interrupt_as_a_thread_starts_leaves_none_that_writes_to_targets(directory, monkeypatch):
-    start, decode = threading.Thread.start, decoding.decode_frame
+    start, decode, started = BackgroundThread.start, decoding.decode_frame, []
 
     def start_and_interrupt(thread):
         start(thread)
-        if thread.name.startswith("datastates-decode"):
-            raise KeyboardInterrupt  # the pool has not noted the thread yet
+        started.append(thread)
+        raise KeyboardInterrupt  # the pool has not noted the thread yet
 
     def decode_late(*args):
         time.sleep(0.1)
         return decode(*args)
 
-    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    monkeypatch.setattr(BackgroundThread, "start", start_and_interrupt)
     monkeypatch.setattr(decoding, "decode_frame", decode_late)
-    threads, target = set(threading.enumerate()), torch.zeros_like(WEIGHT)
+    target = torch.zeros_like(WEIGHT)
     with pytest.raises(KeyboardInterrupt):
         fill(opened(directory), {"weight": (Place(WEIGHT.shape, (0, 0), WEIGHT.shape), target)})
     left = target.clone()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join()
+    (thread,) = started
+    thread.join()
     assert torch.equal(target, left)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
@@ -22,6 +23,7 @@ from megatron_datastates.engine.fetching import read_through_windows
 from megatron_datastates.errors import StorageError
 from megatron_datastates.plan.reads import ReadSpans
 from tests.support.descriptors import open_files
+from tests.support.waiting import eventually
 
 
 def one_byte() -> ReadSpans:
@@ -61,7 +63,7 @@ def test_an_interrupted_read_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch
         while not is_awaited():
             is_over.wait(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-        is_over.wait(0.5)
+        is_over.wait()
         return bytes(count)
 
     monkeypatch.setattr(fetching.stores, "read", read_late)
@@ -71,7 +73,8 @@ def test_an_interrupted_read_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch
             read_through_windows([(Path("object"), 8 * MIB)], one_byte(), lambda *_: None, lambda _: None)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert open_files(Path("/memfd:datastates-window")) == []
+    is_over.set()  # as storage that hung
+    eventually(lambda: open_files(Path("/memfd:datastates-window")) == [])
 
 
 def test_where_no_file_in_memory_can_be_made_one_without_a_name_serves(
@@ -114,3 +117,23 @@ def test_few_windows_are_fetched_before_they_are_delivered(monkeypatch: pytest.M
     total = read_through_windows([(Path("object"), count * MIB)], spans, deliver, lambda _: None)
     assert (total, delivered, sorted(fetched)) == (count * MIB, count, [n * MIB for n in range(count)])
     assert most <= fetching._IN_FLIGHT < count
+
+
+def test_a_forked_child_closes_no_other_file() -> None:
+    """Which has got the number of one that the child has not kept."""
+    held = fetching._Held()
+    number = held._descriptor
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with contextlib.suppress(OSError):
+                os.dup2(0, number)
+                del held
+                os.fstat(number)
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    held.close()
+    assert open_files(Path("/memfd:datastates-window")) == []

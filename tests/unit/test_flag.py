@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_datastates.pipeline.saving import flag as flags
-from megatron_datastates.pipeline.saving.flag import Flag
+from megatron_datastates import flag as flags
+from megatron_datastates.flag import Flag
 from tests.support.programs import Programs
 from tests.support.waiting import eventually
 

@@ -13,17 +13,18 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_datastates import flag
+from megatron_datastates import threads as our_threads
 from megatron_datastates.errors import CorruptDataError, MissingPackageError
 from megatron_datastates.format import codecs
 from megatron_datastates.format.codecs import FRAME_BYTES, PLANES, ZSTD, decode_frame, encode_frame
-from megatron_datastates.pipeline.saving import background, flag
 from megatron_datastates.pipeline.saving import frames as saving_frames
-from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.frames import Encoders, FrameWriter, threads
 from megatron_datastates.plan import frames
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
 from megatron_datastates.providers.base import Encoding
+from megatron_datastates.threads import BackgroundThread
 from tests.support.bytecodes import interrupted
 
 COMPRESSIBLE = bytes(range(200)) * 40
@@ -192,7 +193,7 @@ def test_few_frames_wait_to_be_written():
 
 def test_an_interrupt_leaves_no_encoding_thread_behind():
     """The trainer's thread encodes what may change at once."""
-    files = {saving_frames.__file__, flag.__file__, background.__file__, threading.__file__}
+    files = {saving_frames.__file__, flag.__file__, our_threads.__file__, threading.__file__}
     number = 1
     while True:
         encoders = Encoders()

@@ -21,7 +21,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
-from megatron_datastates.errors import DataStatesError, EngineError
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline import publisher as publisher_module
@@ -31,14 +31,10 @@ from megatron_datastates.pipeline.publishing.collectives import Collectives
 from megatron_datastates.pipeline.publishing.directory_publisher import DirectoryPublisher
 from megatron_datastates.pipeline.runs.runs import is_published
 from megatron_datastates.pipeline.saving import rank_save
-from megatron_datastates.pipeline.saving.background import (
-    AFTER_POLL_SECONDS,
-    COPIES_AFTER_POLL_SECONDS,
-    BackgroundThread,
-    in_background,
-)
+from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, COPIES_AFTER_POLL_SECONDS
 from megatron_datastates.pipeline.upkeep.verify import verify
 from megatron_datastates.providers.base import Mutability
+from megatron_datastates.threads import BackgroundThread
 from tests.support.descriptors import open_files
 from tests.support.programs import Programs
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
@@ -204,12 +200,6 @@ def test_an_abandoned_save_that_never_began_is_not_waited_for(saver, tmp_path):
     publication.abandon("the queue was aborted")
     assert time.monotonic() - began < rank_save._DROPPING_SECONDS / 2
     assert publication.poll() is Outcome.FAILED
-
-
-def test_what_a_thread_that_died_was_asked_is_an_error(monkeypatch):
-    monkeypatch.setattr(BackgroundThread, "_run", id)
-    with pytest.raises(EngineError, match="ended too early"):
-        in_background(len, [[1], [2]])
 
 
 def test_a_thread_that_raises_is_lost_and_one_that_returns_is_not(monkeypatch):
@@ -425,7 +415,7 @@ from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline import saver_pool
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.threads import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State, random_tensor

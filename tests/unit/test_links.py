@@ -36,13 +36,13 @@ from megatron_datastates.pipeline.publishing import directory_publisher, latenes
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saving import links, postponement, stable
-from megatron_datastates.pipeline.saving.background import BackgroundThread
-from megatron_datastates.pipeline.saving.links import Link, SharedFile
+from megatron_datastates.pipeline.saving.links import Link, LinkableFile
 from megatron_datastates.pipeline.saving.records import DurableFile
 from megatron_datastates.pipeline.saving.stable import StableFile
 from megatron_datastates.pipeline.upkeep.verify import verify_checkpoint
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.named import NamedState
+from megatron_datastates.threads import BackgroundThread
 from tests.support.bytecodes import interrupted
 from tests.unit.states import OPTIONS, SMALL, Yields, bits, data_files, new_saver, random_tensor
 
@@ -802,7 +802,7 @@ def test_no_file_is_linked_beside_another_save_to_the_same_directory(tmp_path, b
     """Also where both are written to a near tier first, whose folders have other paths."""
     directory, folder = tmp_path / "far" / "iter_0000001", tmp_path / "near" / "iter_0000001"
     saver = new_saver()
-    shared = SharedFile(folder / "data.bin", SaveId(1, 1), DurableFile(1, 1, 1), b"", (1, 1, 1))
+    shared = LinkableFile(folder / "data.bin", SaveId(1, 1), DurableFile(1, 1, 1), b"", (1, 1, 1))
     saver.session.links.find = lambda where, digest: shared
     other = directory if beside else tmp_path / "far" / "iter_0000002"
     context = SimpleNamespace(directory=other, folder=folder)

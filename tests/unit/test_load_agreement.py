@@ -118,7 +118,7 @@ def world(monkeypatch):
     class Two:
         rank, size = 0, 2
 
-        def share(self, value: Any) -> list[Any]:
+        def gather_values(self, value: Any) -> list[Any]:
             sent.append(value)
             return [value, None]
 

@@ -27,8 +27,8 @@ from megatron_datastates.pipeline.near.drain import Drain
 from megatron_datastates.pipeline.near.holdings import small_files_of
 from megatron_datastates.pipeline.near.listing import near_iterations
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, published_in
+from megatron_datastates.pipeline.near.publishing import NearPublishing
 from megatron_datastates.pipeline.near.recovery import recover_newest
-from megatron_datastates.pipeline.near.share import NearShare
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.publishing.documents import PublicationExtras
 from megatron_datastates.pipeline.runs.branches import origin_in
@@ -169,14 +169,14 @@ def test_a_save_that_another_rank_fails_is_not_stored_by_a_rank_that_has_yet_to_
 ) -> None:
     nodes = Nodes(tmp_path, {"faults": NEVER_FAR}, {"faults": f"{NEVER_FAR},rename manifest:2:EIO"})
     first = nodes.save(3).save.context.save_id
-    do_part = NearShare.do_part
+    do_part = NearPublishing.do_part
 
-    def begin_late(share: NearShare, is_over: Callable[[], bool]) -> None:
-        if share._context.rank == 0:
-            eventually(lambda: share.storing.is_withdrawn)
-        do_part(share, is_over)
+    def begin_late(publishing: NearPublishing, is_over: Callable[[], bool]) -> None:
+        if publishing._context.rank == 0:
+            eventually(lambda: publishing.storing.is_withdrawn)
+        do_part(publishing, is_over)
 
-    monkeypatch.setattr(NearShare, "do_part", begin_late)
+    monkeypatch.setattr(NearPublishing, "do_part", begin_late)
     failed = nodes.save(3)
     near = failed.publisher.near
     assert failed.outcome is Outcome.FAILED and near is not None
@@ -245,10 +245,10 @@ def test_a_rank_that_gives_up_keeps_what_it_has_stored_as_the_others_may_publish
 def test_a_failed_save_keeps_nothing_in_memory_of_what_was_sent(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, *({"faults": f"rename manifest:{save}:EIO"} for save in (2, 1)))
     failed = nodes.save(1)
-    share = failed.publisher.near
-    assert failed.outcome is Outcome.FAILED and share is not None and share.stores
-    near = weakref.ref(share)
-    del failed, share
+    publishing = failed.publisher.near
+    assert failed.outcome is Outcome.FAILED and publishing is not None and publishing.stores
+    near = weakref.ref(publishing)
+    del failed, publishing
     assert nodes.save(2).outcome is Outcome.FAILED  # the last one is not forgotten yet
     gc.collect()
     eventually(lambda: near() is None)  # the thread that removed its files may hold it a little longer

@@ -36,7 +36,7 @@ from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.publish_queue import PublishQueue
 from megatron_datastates.pipeline.near.recovery import recover_newest
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.threads import BackgroundThread
 from tests.support.capabilities import bound_by_permissions
 from tests.support.exchange import exchange
 from tests.support.programs import Programs

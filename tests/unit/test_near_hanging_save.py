@@ -21,7 +21,8 @@ from megatron_datastates.pipeline.near import tier
 from megatron_datastates.pipeline.near.places import near_run, published_in
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saving import background
-from megatron_datastates.pipeline.saving.background import Answers, BackgroundThread
+from megatron_datastates.pipeline.saving.background import Answers
+from megatron_datastates.threads import BackgroundThread
 from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.test_near_tier import STALLED, Nodes, abandon, states_of
 from tests.unit.test_near_tier_trouble import next_job

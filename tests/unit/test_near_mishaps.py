@@ -25,7 +25,7 @@ from megatron_datastates.pipeline.near.removal import remove_saves
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.upkeep.repair import RepairRefusedError, repair
 from megatron_datastates.pipeline.upkeep.verify import verify
-from megatron_datastates.threads import ThreadPool
+from megatron_datastates.threads import BackgroundThread
 from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.states import data_files, flip
 from tests.unit.test_near_replicas import Cluster
@@ -221,7 +221,14 @@ def test_a_recovery_without_threads_takes_longer_and_nothing_older(
     nodes.save(3)
     nodes.save(4)
     abandon(nodes)
-    monkeypatch.setattr(ThreadPool, "_queue", lambda pool, call: False)
+    start = BackgroundThread.start
+
+    def deny(thread: BackgroundThread) -> None:
+        if getattr(thread._function, "__name__", "") == "_make_calls":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(BackgroundThread, "start", deny)
     assert Cluster(monkeypatch, nodes.roots).recover(nodes.run)[0] == 4
     nodes.check(4)
 

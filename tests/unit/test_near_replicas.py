@@ -29,7 +29,7 @@ from megatron_datastates.pipeline.near.nodes import NodeEntry, nodes_in
 from megatron_datastates.pipeline.near.nodes import Nodes as NearNodes
 from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import recover_newest
-from megatron_datastates.pipeline.near.replicas import Replicas, Share, share_of
+from megatron_datastates.pipeline.near.replicas import CopyTask, Replicas, copy_task_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.records import ENDPOINT_BYTES, RankRecord, Records
@@ -77,7 +77,7 @@ class Cluster:
         rank, size = self._rank.value, len(self.roots)
 
         class Threads:
-            share = staticmethod(self._gather)
+            gather_values = staticmethod(self._gather)
 
             def start_sum(inner, values: Sequence[int]) -> Any:
                 sums = [sum(values) for values in zip(*self._gather(list(values)), strict=True)]
@@ -193,13 +193,13 @@ def test_every_file_is_copied_to_other_nodes_and_ranks_share_the_work(count: int
     records, manifest = records_of(nodes), manifest_of(6)
     copied: dict[int, list[int]] = {rank: [] for rank in range(6)}
     for rank in range(6):
-        share = share_of(rank, records, manifest, count)
-        assert len(share.files) == holders, "two ranks a node, two files of each node before it"
-        for file, origin in share.files:
+        task = copy_task_of(rank, records, manifest, count)
+        assert len(task.files) == holders, "two ranks a node, two files of each node before it"
+        for file, origin in task.files:
             assert origin.rank == file.rank
             copied[file.rank].append(next(n for n, ranks in enumerate(nodes) if rank in ranks))
         own = next(ranks for ranks in nodes if rank in ranks)
-        assert share.own_bytes == sum(10 + one for one in own) and share.is_first == (rank == own[0])
+        assert task.own_bytes == sum(10 + one for one in own) and task.is_first == (rank == own[0])
     for rank, where in copied.items():
         own_node = next(n for n, ranks in enumerate(nodes) if rank in ranks)
         assert len(set(where)) == holders and own_node not in where
@@ -210,7 +210,7 @@ def test_copies_are_far_apart_in_the_order_of_nodes(nodes: int, count: int) -> N
     records, manifest = records_of([[rank] for rank in range(nodes)]), manifest_of(nodes)
     holders: dict[int, set[int]] = {rank: {rank} for rank in range(nodes)}
     for rank in range(nodes):
-        for file, _ in share_of(rank, records, manifest, count).files:
+        for file, _ in copy_task_of(rank, records, manifest, count).files:
             holders[file.rank].add(rank)
     rack = nodes // (min(count, nodes - 1) + 1)  # of neighbours that may be lost at once
     for begin in range(nodes):
@@ -221,9 +221,9 @@ def test_copies_are_far_apart_in_the_order_of_nodes(nodes: int, count: int) -> N
 
 def test_a_node_whose_files_are_not_near_is_left_out_of_the_ring() -> None:
     records = records_of([[0], [1], [2]], near=lambda rank: rank != 1)
-    share = share_of(2, records, manifest_of(3), 1)
-    assert [file.rank for file, _ in share.files] == [0] and share.nodes == 2
-    assert [file.rank for file, _ in share_of(0, records, manifest_of(3), 1).files] == [2]
+    task = copy_task_of(2, records, manifest_of(3), 1)
+    assert [file.rank for file, _ in task.files] == [0] and task.nodes == 2
+    assert [file.rank for file, _ in copy_task_of(0, records, manifest_of(3), 1).files] == [2]
 
 
 def test_one_node_alone_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -392,10 +392,10 @@ def before_copies(monkeypatch: pytest.MonkeyPatch, target: Path, change: Callabl
     """Has `change` called before files of other nodes are copied into a folder."""
     fetch = Replicas.fetch
 
-    def fetch_later(self: Replicas, share: Any, folder: Path, *rest: Any) -> None:
+    def fetch_later(self: Replicas, task: Any, folder: Path, *rest: Any) -> None:
         if folder == target:
             change()
-        fetch(self, share, folder, *rest)
+        fetch(self, task, folder, *rest)
 
     monkeypatch.setattr(Replicas, "fetch", fetch_later)
 
@@ -445,9 +445,9 @@ def test_copies_that_are_there_need_no_more_room(
 ) -> None:
     monkeypatch.setattr(replicas, "free_bytes", lambda folder: replicas.SPARE_BYTES + free)
     monkeypatch.setattr(replicas, "occupied_bytes", lambda folder, save_id: occupied)
-    share = Share([], own_bytes=10, node_bytes=100, nodes=2, is_first=True)
+    task = CopyTask([], own_bytes=10, node_bytes=100, nodes=2, is_first=True)
     made = Replicas(OPTIONS, Faults(""))
-    lack = made._lack_of_room(share, tmp_path, SaveId(1, 1))
+    lack = made._lack_of_room(task, tmp_path, SaveId(1, 1))
     assert not lack if has_room else "MiB are free" in lack
 
 
@@ -595,7 +595,7 @@ def test_a_node_that_does_not_answer_is_not_asked_for_another_file(
     files = [(FileEntry(SaveId(5, 1).data_file_name(1, group), 1, 9, 9, 9), origin) for group in (0, 1)]
     manifest: Any = SimpleNamespace(save_id=SaveId(5, 1))
     copied = Replicas(OPTIONS, Faults("")).fetch(
-        Share(files, own_bytes=9, node_bytes=18, nodes=2, is_first=True), tmp_path, manifest, lambda: False
+        CopyTask(files, own_bytes=9, node_bytes=18, nodes=2, is_first=True), tmp_path, manifest, lambda: False
     )
     assert len(asked) == 1 and "timed out" in copied.error
 

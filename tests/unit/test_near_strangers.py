@@ -94,7 +94,7 @@ def test_files_are_served_in_the_masters_network_alone(monkeypatch: pytest.Monke
 def test_connections_without_the_key_are_few_and_hinder_nobody(
     served: tuple[Server, SaveId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(serving, "MOST_UNAUTHENTICATED", 4)
     server, save_id = served
     name, buffer = save_id.data_file_name(0), memoryview(bytearray(9000))
     address = ("127.0.0.1", server.endpoint.port)
@@ -108,22 +108,22 @@ def test_connections_without_the_key_are_few_and_hinder_nobody(
             assert one.recv(12) == b"HTTP/1.1 403"
 
 
-def test_strangers_do_not_end_what_is_being_sent(
+def test_connections_without_the_key_do_not_end_what_is_being_sent(
     served: tuple[Server, SaveId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(serving, "MOST_UNAUTHENTICATED", 2)
     server, save_id = served
     sent = socket.socket.sendfile
-    strangers: list[socket.socket] = []
+    others: list[socket.socket] = []
 
     def slow(self: socket.socket, file: BinaryIO, offset: int = 0, count: Any = None) -> int:
         for _ in range(3):  # the last of which has closed the first one, so all have been taken
-            strangers.append(socket.create_connection(("127.0.0.1", server.endpoint.port), 20))
-        assert strangers[0].recv(1) == b""
+            others.append(socket.create_connection(("127.0.0.1", server.endpoint.port), 20))
+        assert others[0].recv(1) == b""
         return sent(self, file, offset, count)
 
     monkeypatch.setattr(socket.socket, "sendfile", slow)
     pieces = download(server.endpoint, save_id, save_id.data_file_name(0), 9000, memoryview(bytearray(9000)))
     assert list(pieces) == [9000]
-    for one in strangers:
+    for one in others:
         one.close()

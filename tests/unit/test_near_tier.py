@@ -28,7 +28,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.near import copying, recovery, share, tier
+from megatron_datastates.pipeline.near import copying, publishing, recovery, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.places import near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import recover_newest
@@ -281,7 +281,7 @@ def test_files_stay_of_a_failed_save_whose_manifest_may_be_in_place_near(
 ) -> None:
     nodes = Nodes(tmp_path, {"faults": "sync directory of manifest:1:EIO"}, {"near": ""})
     if not is_readable:  # after an error, storage may be unable to say what it holds
-        monkeypatch.setattr(share, "holds_exactly", lambda path, data, **_: False)
+        monkeypatch.setattr(publishing, "holds_exactly", lambda path, data, **_: False)
     failed = nodes.save(1)
     assert failed.outcome is Outcome.FAILED and "its files were kept" in (failed.error or "")
     abandon(nodes)

@@ -27,7 +27,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import tracker_writing
 from megatron_datastates.pipeline.loading.load import Checkpoint
-from megatron_datastates.pipeline.near import copying, drain, holdings, publish_queue, share, tier
+from megatron_datastates.pipeline.near import copying, drain, holdings, publish_queue, publishing, tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit
 from megatron_datastates.pipeline.near.job_notes import JobNote
 from megatron_datastates.pipeline.near.near_save import NearSave
@@ -478,14 +478,14 @@ def test_a_save_whose_near_files_were_removed_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path)
-    store = share.NearShare._store
+    store = publishing.NearPublishing._store
 
-    def store_after_a_clean_up(self: share.NearShare, *parts: Any) -> None:
+    def store_after_a_clean_up(self: publishing.NearPublishing, *parts: Any) -> None:
         for path in list(nodes.near(1, 1).glob("data-*")):
             path.unlink()
         store(self, *parts)
 
-    monkeypatch.setattr(share.NearShare, "_store", store_after_a_clean_up)
+    monkeypatch.setattr(publishing.NearPublishing, "_store", store_after_a_clean_up)
     failed = nodes.save(1)
     assert failed.outcome is Outcome.FAILED and "data-00001-" in (failed.error or "")
     abandon(nodes)
@@ -741,15 +741,15 @@ def test_a_save_is_not_over_before_an_earlier_one_that_a_node_is_still_storing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What drains keep, and remove, goes by the order in which saves have ended."""
-    goes_on, store, free_bytes = threading.Event(), share.NearShare._store, tier.free_bytes
+    goes_on, store, free_bytes = threading.Event(), publishing.NearPublishing._store, tier.free_bytes
     nodes = Nodes(tmp_path)
 
-    def slow(self: share.NearShare, *parts: Any) -> None:
+    def slow(self: publishing.NearPublishing, *parts: Any) -> None:
         if self._context.rank == 1:
             goes_on.wait(PATIENCE_SECONDS)
         store(self, *parts)
 
-    monkeypatch.setattr(share.NearShare, "_store", slow)
+    monkeypatch.setattr(publishing.NearPublishing, "_store", slow)
     saves = [_begun(nodes, 1)]
     monkeypatch.setattr(tier, "free_bytes", lambda root: 0 if root == nodes.roots[1] else free_bytes(root))
     saves.append(_begun(nodes, 2))  # node 1, whose tier is full, writes to --save

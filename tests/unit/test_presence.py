@@ -18,7 +18,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.publishing import presence
 from megatron_datastates.pipeline.publishing.presence import missing_files, require_published
-from megatron_datastates.pipeline.saving import background
+from megatron_datastates.threads import BackgroundThread
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_of_many_files_each_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: str
 ) -> None:
     if threads == "no":
-        monkeypatch.setattr(background.BackgroundThread, "start", refuse)
+        monkeypatch.setattr(BackgroundThread, "start", refuse)
     for rank in range(ranks):
         (tmp_path / f"data-{rank}").write_bytes(bytes(rank))
     (tmp_path / "index").touch()
@@ -48,7 +48,7 @@ def test_of_many_files_each_is_looked_at(
     assert len(missing_files(tmp_path / "none", manifest)) == ranks + 1
 
 
-def refuse(thread: background.BackgroundThread) -> None:
+def refuse(thread: BackgroundThread) -> None:
     raise RuntimeError("can't start new thread")
 
 

@@ -26,7 +26,6 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.report import Listener, Reporter, save_report
-from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.held import HeldTime, trainer_held
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.rank_save import RankSave
@@ -42,6 +41,7 @@ from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource
 from megatron_datastates.providers.transforms import Compressed
+from megatron_datastates.threads import BackgroundThread
 from tests.support.waiting import eventually
 from tests.unit.states import State, new_saver, save
 

@@ -20,10 +20,10 @@ import megatron_datastates as ds
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import memory, staging
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.engine.staging import StagingEngine, engine_options
+from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.pipeline import saver_pool
-from megatron_datastates.pipeline.parts import part_saver_for
+from megatron_datastates.pipeline.external_ranks import external_rank_saver_for
 from megatron_datastates.pipeline.report import Listener
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saver_pool import saver_for
@@ -70,13 +70,13 @@ def test_options_that_no_engine_reads_share_an_engine_and_its_threads(tmp_path: 
     assert len(saver_pool._savers) <= saver_pool._KEPT_IDLE + 2
 
 
-@pytest.mark.parametrize("kind", ["Saver", "PartSaver"])
+@pytest.mark.parametrize("kind", ["Saver", "ExternalRankSaver"])
 def test_engines_of_options_that_are_not_used_again_are_closed(tmp_path: Path, kind: str) -> None:
     for number in range(MANY):
         if kind == "Saver":
             save(tmp_path / "c", **limited(number))
         else:
-            part_saver_for(Options(**limited(number)))._get_engine()
+            external_rank_saver_for(Options(**limited(number)))._get_engine()
     left = {options.write_limit - (1 << 40) for _, options in saver_pool._savers}
     assert left == set(range(MANY - 1 - saver_pool._KEPT_IDLE, MANY)) and len(engines()) == len(left)
 
@@ -162,7 +162,7 @@ def test_another_thread_makes_a_saver_while_the_end_of_training_waits(tmp_path: 
 
     def finish_objects() -> None:
         with ThreadPoolExecutor(1) as thread:  # meanwhile, which may be minutes
-            waited.append(thread.submit(part_saver_for, OPTIONS).result())
+            waited.append(thread.submit(external_rank_saver_for, OPTIONS).result())
 
     saver.near.drain.finish_objects = finish_objects  # type: ignore[method-assign]
     saver_pool.finish_objects()
@@ -176,7 +176,9 @@ def test_savers_are_closed_while_another_thread_makes_some(monkeypatch: pytest.M
     with ThreadPoolExecutor(1) as thread:
         try:
             sys.setswitchinterval(1e-6)
-            made = thread.submit(lambda: [part_saver_for(Options(report_file=str(n))) for n in range(500)])
+            made = thread.submit(
+                lambda: [external_rank_saver_for(Options(report_file=str(n))) for n in range(500)]
+            )
             while not made.done():
                 saver_pool.close_all(Saver)
         finally:
@@ -207,12 +209,12 @@ def test_faults_of_two_savers_are_counted_apart(tmp_path: Path) -> None:
             ds.save(STATE, tmp_path / "c", **SMALL, faults="write:1:EIO", fallback=fallback)
 
 
-def test_engines_read_no_option_that_is_one_to_them() -> None:
+def test_engines_read_the_options_that_are_marked_and_no_other() -> None:
     text = "".join(Path(str(module.__file__)).read_text() for module in (staging, memory))
-    read = set(re.findall(r"options\.(\w+)", text))
-    assert len(read) > 10 and not read & set(staging._OF_OTHERS)
+    marked = {field.name for field in dataclasses.fields(Options) if field.metadata["engine"]}
+    assert set(re.findall(r"\boptions\.(\w+)", text)) == marked
     changed = Options(staging_memory=9 * MIB, report_file="r", link_from=7, lazy=False)
-    assert engine_options(changed) == Options(staging_memory=9 * MIB)
+    assert changed.of_engine() == Options(staging_memory=9 * MIB)
 
 
 def test_a_saver_of_ones_own_shares_nothing() -> None:

@@ -226,7 +226,7 @@ def test_providers_are_collected_in_order_and_their_keys_begin_with_their_names(
     assert tensors == [("a", LAZY), ("other.b", Mutability.NEVER)]
     assert len(found.tensors) == len(found.tensors.tensors) == len(found.tensors.places) == 2
     assert found.tail_keys == ["x", "other.y"]
-    assert [(part.name, part.end_tensor, part.end_tail) for part in found.parts] == [
+    assert [(part.name, part.end_tensor, part.end_tail) for part in found.by_provider] == [
         ("", 1, 1),
         ("other", 2, 2),
     ]

@@ -1,51 +1,62 @@
-"""Calls that are made where no thread, or no further one, can be started."""
+"""Pools of threads: where no thread, or no further one, can be started, where one is lost, or hangs."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
-from concurrent.futures import CancelledError
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from megatron_datastates.threads import ThreadPool
+from megatron_datastates.errors import EngineError
+from megatron_datastates.threads import BackgroundThread, ThreadPool
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
 def started(monkeypatch):
     """Lets threads start; the returned list says how many more may."""
-    left, start = [1], threading.Thread.start
+    left, start = [1], BackgroundThread.start
 
-    def limited(thread: threading.Thread) -> None:
+    def limited(thread: BackgroundThread) -> None:
         if left[0] == 0:
             raise RuntimeError("can't start new thread")
         left[0] -= 1
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(BackgroundThread, "start", limited)
     return left
+
+
+def held_up(begun: threading.Event, go_on: threading.Event) -> int:
+    begun.set()
+    assert go_on.wait(60)
+    return 1
+
+
+def error_of(function: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        function()
+    return caught.value
 
 
 def test_without_threads_the_caller_makes_the_calls(started):
     started[0] = 0
     with ThreadPool(3) as pool:
-        assert list(pool.map(lambda n: (n, threading.get_ident()), range(3))) == [
+        assert pool.map(lambda n: (n, threading.get_ident()), range(3)) == [
             (n, threading.get_ident()) for n in range(3)
         ]
-        assert isinstance(pool.submit(lambda: 1 // 0).exception(), ZeroDivisionError)
+        assert isinstance(error_of(pool.submit(lambda: 1 // 0).result), ZeroDivisionError)
 
 
 def test_a_call_in_the_queue_of_a_thread_that_runs_is_made_once(started):
     begun, go_on, calls = threading.Event(), threading.Event(), []
-
-    def wait() -> int:
-        begun.set()
-        assert go_on.wait(60)
-        return 1
-
     with ThreadPool(2) as pool:
-        first = pool.submit(wait)
+        first = pool.submit(held_up, begun, go_on)
         assert begun.wait(60)
         second = pool.submit(lambda: calls.append(threading.get_ident()))
         assert second.done()
@@ -54,36 +65,59 @@ def test_a_call_in_the_queue_of_a_thread_that_runs_is_made_once(started):
     assert calls == [threading.get_ident()]
 
 
-def test_cancelled_calls_are_not_made(started):
-    go_on, calls = threading.Event(), []
-    with ThreadPool(1) as pool:
-        first, second = pool.submit(go_on.wait, 60), pool.submit(calls.append, 1)
-        assert second.cancel()
-        go_on.set()
-        assert first.result()
-        with pytest.raises(CancelledError):
-            second.result()
+def test_no_more_threads_work_at_a_time_than_asked_for():
+    lock, at_once, most = threading.Lock(), 0, 0
+
+    def work(number: int) -> int:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        eventually(lambda: most == 3)
+        with lock:
+            at_once -= 1
+        return number
+
+    with ThreadPool(3) as pool:
+        assert pool.map(work, range(50)) == list(range(50))
+        assert pool.map(work, range(50)) == list(range(50))
+    assert most == 3 and len(pool._threads) <= 50
+
+
+def test_the_first_error_is_raised_and_what_waits_is_not_begun():
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+    with pytest.raises(ZeroDivisionError), ThreadPool(1) as pool:
+        pool.submit(held_up, begun, go_on)
+        assert begun.wait(60)
+        pool.submit(calls.append, 1)
+        threading.Timer(0.05, go_on.set).start()
+        raise ZeroDivisionError  # as of an earlier call
+    assert go_on.is_set(), "the call under way was not waited for"
     assert not calls
+    with pytest.raises(ValueError, match="1"), ThreadPool(2) as pool:
+        pool.map(lambda n: error_of(partial(int, "x")) and int("x") if n > 1 else [0].index(n), range(4))
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_an_error_is_forgotten_with_its_future(started, threads):
+@pytest.mark.parametrize("asks", ["submit", "map"])
+def test_an_error_is_forgotten_with_its_call(started, threads, asks):
     """Without the garbage collector: its frames may hold tensors."""
     started[0] = threads
 
     class Error(Exception):
         pass
 
-    def fail() -> None:
+    def fail(number: int) -> None:
         raise Error
 
     gc.disable()
     try:
-        with ThreadPool(1) as pool:
-            future = pool.submit(fail)
-            error = weakref.ref(future.exception())
-        del future
-        assert error() is None
+        try:
+            with ThreadPool(1) as pool:
+                pool.submit(fail, 0).result() if asks == "submit" else pool.map(fail, range(2))
+        except Error as raised:
+            error = weakref.ref(raised)
+        eventually(lambda: error() is None)  # the thread's own reference is gone with the thread
     finally:
         gc.enable()
 
@@ -102,3 +136,37 @@ def test_without_threads_no_call_is_kept_for_the_life_of_the_pool(started):
         del buffer
         gc.collect()
         assert kept() is None
+
+
+def test_a_thread_that_dies_at_its_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(BackgroundThread, "_run", id)
+    with (
+        pytest.raises(EngineError, match="the thread that reads ended too early"),
+        ThreadPool(2, "reads") as pool,
+    ):
+        pool.map(len, [[1], [2]])
+    with ThreadPool(1) as pool:
+        call = pool.submit(int)
+        eventually(call.done)  # for who polls it
+        assert isinstance(error_of(call.result), EngineError)
+
+
+HANGS = """
+import threading
+from megatron_datastates.threads import ThreadPool
+begun = threading.Event()
+def hang():
+    begun.set()
+    threading.Event().wait()
+with ThreadPool(1) as pool:
+    pool.submit(hang)
+    begun.wait()
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupted_program_ends_though_storage_hangs():
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.stderr.endswith("KeyboardInterrupt\n")

@@ -6,7 +6,7 @@ load_checkpoint. All other loads communicate with no other rank: one rank may re
 
 Collective calls, which every rank makes equally often even if it fails:
   1. load_checkpoint with our format chosen: one maximum in the first one of a world, which compares
-     releases and options (pipeline/publishing/alike.py); with a near tier and --use-checkpoint-args, one
+     releases and options (rank_consistency.py); with a near tier and --use-checkpoint-args, one
      broadcast of whether rank 0 sees a tracker (training/load.py).
   2. load_checkpoint with --ckpt-step: one broadcast, of whether rank 0 sees that iteration, before it loads
      anything (training/load.py).
@@ -243,7 +243,7 @@ class Agreement:
         if part is not None:
             with contextlib.suppress(Exception):  # it comes again where this rank reads its part alone
                 mine = part(ranks.rank, ranks.size)
-        return [each for each in ranks.share(mine) if each is not None]
+        return [each for each in ranks.gather_values(mine) if each is not None]
 
     def begin_exchange(self) -> None:
         """Makes the collective call of the world that precedes an exchange. Raises as `settle`."""

@@ -72,7 +72,7 @@ class Survey:
         for module in modules:
             _require_none_of_its_own(module, _DECIDING)
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
-                _refuse(type(module), _stranger_in(hook))
+                _refuse(type(module), _untrusted_code_in(hook))
         parameters = chain.from_iterable(chunk.parameters() for chunk in model)
         if any(getattr(one, "is_gtp_weight_remat", False) for one in parameters):
             raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
@@ -189,9 +189,9 @@ def require_known_maker() -> None:
     """
     from megatron.training import checkpointing
 
-    for home in code_of(checkpointing.generate_state_dict):
-        if not home.startswith(_TRUSTED):
-            raise UnprovableError(f"{home} has wrapped or replaced Megatron's generate_state_dict")
+    for module in code_of(checkpointing.generate_state_dict):
+        if not module.startswith(_TRUSTED):
+            raise UnprovableError(f"{module} has wrapped or replaced Megatron's generate_state_dict")
 
 
 def is_megatrons_alone() -> bool:
@@ -201,10 +201,10 @@ def is_megatrons_alone() -> bool:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        home = str(frame.f_globals.get("__name__"))
-        if home == _SAVING[0] and frame.f_code.co_name == _SAVING[1]:
+        module = str(frame.f_globals.get("__name__"))
+        if module == _SAVING[0] and frame.f_code.co_name == _SAVING[1]:
             return True
-        if not home.startswith(_CALLERS):
+        if not module.startswith(_CALLERS):
             return False
         frame = frame.f_back
     return False
@@ -331,42 +331,42 @@ def _deciding(cls: type) -> list[Any]:
 
 
 def _require_trusted(cls: type, functions: Iterable[Any]) -> None:
-    _refuse(cls, next(filter(None, map(_stranger_in_method, functions)), None))
+    _refuse(cls, next(filter(None, map(_untrusted_code_in_method, functions)), None))
 
 
-def _refuse(cls: type, stranger: str | None) -> None:
-    if stranger is not None:
-        raise UnprovableError(f"{stranger} may change the state dict of {cls.__qualname__}")
+def _refuse(cls: type, untrusted: str | None) -> None:
+    if untrusted is not None:
+        raise UnprovableError(f"{untrusted} may change the state dict of {cls.__qualname__}")
 
 
-def _stranger_in(function: Any) -> str | None:
+def _untrusted_code_in(function: Any) -> str | None:
     """Returns the name of a function of others that this is, or wraps; None if there is none."""
     for part in _unwrapped(function):
-        home = _home(part)
-        if not home.startswith(_TRUSTED):
-            return f"{home}.{getattr(part, '__qualname__', repr(part))}"
+        module = _defining_module(part)
+        if not module.startswith(_TRUSTED):
+            return f"{module}.{getattr(part, '__qualname__', repr(part))}"
     return None
 
 
 # Cached for methods of classes: a replaced one is another function. Not for hooks, which may hold modules.
-_stranger_in_method = functools.cache(_stranger_in)
+_untrusted_code_in_method = functools.cache(_untrusted_code_in)
 
 
 @functools.cache
 def code_of(function: Any) -> tuple[str, ...]:
     """Returns the names of the modules that a function, and what it wraps, were written in."""
-    return tuple([_home(part) for part in _unwrapped(function)])
+    return tuple([_defining_module(part) for part in _unwrapped(function)])
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:
     """Yields a function and what it wraps, as far as `functools.wraps` has noted it, without our hooks."""
     while function is not None:
-        if not _home(function).startswith(_OURS):
+        if not _defining_module(function).startswith(_OURS):
             yield function
         function = getattr(function, "__wrapped__", None)
 
 
-def _home(function: Any) -> str:
+def _defining_module(function: Any) -> str:
     """Returns the module that a function was written in: `functools.wraps` copies `__module__` only."""
-    home = getattr(function, "__globals__", {}).get("__name__")
-    return home or getattr(function, "__module__", None) or ""
+    module = getattr(function, "__globals__", {}).get("__name__")
+    return module or getattr(function, "__module__", None) or ""

@@ -251,7 +251,7 @@ def _require_chosen(purpose: str) -> None:
         return  # a non-persistent checkpoint of that iteration or a later one is loaded in its place
     collectives = Collectives()
     problem = problem_of_chosen(run, wanted) if collectives.rank == 0 else None
-    if (shared := collectives.share(problem)[0]) is not None:
+    if (shared := collectives.gather_values(problem)[0]) is not None:
         raise shared
 
 

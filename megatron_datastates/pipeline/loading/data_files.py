@@ -105,8 +105,8 @@ class DataFiles:
         """Reads the footers of these data files: a missing or truncated file raises here."""
         unknown = sorted(set(files) - self._footers.keys())
         if len(unknown) > 1:
-            with ThreadPool(min(_FOOTER_THREADS, len(unknown))) as pool:
-                list(pool.map(self.footer, unknown))
+            with ThreadPool(_FOOTER_THREADS, "reads footers") as pool:
+                pool.map(self.footer, unknown)
         for file in unknown:
             self.footer(file)
 

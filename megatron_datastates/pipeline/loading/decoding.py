@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.runs.damage import OpenFiles
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
 from megatron_datastates.plan.reads import ScheduledRead, in_groups, plan_extent
-from megatron_datastates.threads import ThreadPool
+from megatron_datastates.threads import Call, ThreadPool
 
 _WINDOW_BYTES = 8 << 20  # decoded, by one thread at a time
 _BATCH_BYTES = 64 << 20  # stored, read by one native job
@@ -77,8 +76,8 @@ def read_framed(
     """
     windows = [window for item in items for window in _windows(checkpoint, item)]
     deliveries = _Deliveries()
-    with ThreadPool(threads, "datastates-decode") as pool:
-        before: list[Future[None]] = []
+    with ThreadPool(threads, "decodes") as pool:
+        before: list[Call[None]] = []
         try:
             for batch in in_groups(windows, lambda window: window.extent.bytes, _BATCH_BYTES):
                 buffers = [np.empty(window.extent.bytes, np.uint8) for window in batch]
@@ -92,19 +91,18 @@ def read_framed(
             _await(before)
         except BaseException:
             deliveries.end()
-            pool.shutdown(cancel_futures=True)
             raise
 
 
-def _await(decoding: Iterable[Future[None]]) -> None:
-    for future in decoding:
-        future.result()
+def _await(decoding: Iterable[Call[None]]) -> None:
+    for call in decoding:
+        call.result()
 
 
 class _Deliveries:
     """Writes to the destinations of a read, until it is ended: they may be freed then.
 
-    A pool does not wait for a thread whose start was interrupted: it has not noted that thread yet.
+    After an interrupt the pool waits for no thread.
     """
 
     def __init__(self) -> None:

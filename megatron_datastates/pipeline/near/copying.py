@@ -22,12 +22,12 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
 from megatron_datastates.errors import DataStatesError, FailedCallError, StorageError
 from megatron_datastates.files import is_object, open_regular
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.near.uploading import address_of, upload_checked
 from megatron_datastates.pipeline.runs.opening import check_identity
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.plan.reads import gather_spans, plan_extent
 
 PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes

@@ -36,7 +36,7 @@ from megatron_datastates.pipeline.near.job_notes import JobNote, JobNotes
 from megatron_datastates.pipeline.near.near_save import NearSave
 from megatron_datastates.pipeline.near.publish_queue import REPORTED_ATTEMPT, PublishQueue
 from megatron_datastates.pipeline.near.room import Room
-from megatron_datastates.pipeline.saving.background import BackgroundThread, lost
+from megatron_datastates.threads import BackgroundThread, lost
 
 logger = logging.getLogger(__name__)
 _COPIES = 5  # files at a time
@@ -91,7 +91,7 @@ class Drain:
         self._closing = False
         self._abandoned = False
         self._progress = time.monotonic()
-        self._given_up = 0.0  # what `_progress` was when a wait for all was given up
+        self._progress_at_last_wait = 0.0  # `_progress` when a wait for all stopped; 0: wait
         self._failing_since: float | None = None  # copies, while the job ends
         self._left: list[NearSave] = []  # abandoned at the job's end, and nothing later was copied
 
@@ -104,7 +104,7 @@ class Drain:
             self._kept = [*self._kept, save]  # saves end in the order in which they began
             if save.is_drained:
                 self._to_copy.append(save)
-            self._given_up = 0.0  # this one is worth a wait
+            self._progress_at_last_wait = 0.0  # for this save
             self._note_change()
         self._start(f"{save.name} stays")
 
@@ -172,11 +172,11 @@ class Drain:
             self._changed.notify_all()
         if pending and not abandon:
             logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
-        if self._progress != self._given_up:
+        if self._progress != self._progress_at_last_wait:
             self._progress = time.monotonic()
         while not abandon and not self._thread.join(_LOOK_SECONDS):
             if time.monotonic() - self._progress > self._stalled_seconds():
-                self._given_up = self._progress
+                self._progress_at_last_wait = self._progress
                 break
         with self._lock:
             left = [*self._left, *self._to_copy, *self._queue.saves]

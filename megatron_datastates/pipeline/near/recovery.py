@@ -62,7 +62,7 @@ from megatron_datastates.pipeline.runs.jobs import Job
 from megatron_datastates.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
-Shared = TypeVar("Shared")
+T = TypeVar("T")
 _COPIES = 4  # files at a time
 _LOOKS = 16  # at files, at a time
 _POLL_SECONDS = 0.05
@@ -156,8 +156,8 @@ class _Recovery:
     def look(self) -> list[Node]:
         """Returns what each rank's node has; of the ranks of a node only the first one says it."""
         own = self._node()
-        is_first = self._collectives.share(own).index(own) == self.rank
-        return self._collectives.share(self._while_polling(lambda: self._look(own, is_first)))
+        is_first = self._collectives.gather_values(own).index(own) == self.rank
+        return self._collectives.gather_values(self._while_polling(lambda: self._look(own, is_first)))
 
     def _node(self) -> int:
         if self._root == Path():
@@ -251,9 +251,9 @@ class _Recovery:
             True, text + (f", {from_copies} of them taken from copies on other nodes" if from_copies else "")
         )
 
-    def _while_polling(self, work: Callable[[], Shared]) -> Shared:
+    def _while_polling(self, work: Callable[[], T]) -> T:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
-        with ThreadPool(1, "datastates-recovery") as thread:
+        with ThreadPool(1, "looks for a newer checkpoint") as thread:
             share = thread.submit(work)
             size, lateness = self._collectives.size, Lateness(self._run, self.rank)
             while (done := self._collectives.start_sum([int(share.done())]).result()[0]) < size:
@@ -266,7 +266,7 @@ class _Recovery:
                 time.sleep(_POLL_SECONDS)
         return share.result()
 
-    def _together(self, work: Callable[[], Shared]) -> list[Shared]:
+    def _together(self, work: Callable[[], T]) -> list[T]:
         """Does all ranks' work; returns what each rank's has returned.
 
         Raises:
@@ -274,13 +274,13 @@ class _Recovery:
             StorageError: any other error of some rank: nothing is lost yet, so nothing older is loaded.
         """
 
-        def outcome() -> tuple[str, bool, list[Shared]]:
+        def outcome() -> tuple[str, bool, list[T]]:
             try:
                 return "", False, [work()]
             except Exception as error:  # which the other ranks have to know
                 return f"rank {self.rank}: {error}", isinstance(error, SourceError), []
 
-        outcomes = self._collectives.share(self._while_polling(outcome))
+        outcomes = self._collectives.gather_values(self._while_polling(outcome))
         failed = [one for one in outcomes if one[0]]
         lost = [text for text, is_lost, _ in failed if is_lost]
         if lost:
@@ -311,8 +311,8 @@ class _Recovery:
             self._note_moved(1)
             return error
 
-        with ThreadPool(_LOOKS) as threads:  # slow storage and object stores answer late
-            errors = list(threads.map(look, manifest.files))
+        with ThreadPool(_LOOKS, "looks at data files") as threads:  # storage may answer late
+            errors = threads.map(look, manifest.files)
         for file, error in zip(manifest.files, errors, strict=True):
             if error is None:
                 continue
@@ -343,8 +343,8 @@ class _Recovery:
                 return {(self.rank, file.name): f"rank {self.rank}: {error}"}
             return {}
 
-        with ThreadPool(_COPIES) as threads:
-            found = list(threads.map(copy, plan.copies.get(self.rank, [])))
+        with ThreadPool(_COPIES, "copies data files") as threads:
+            found = threads.map(copy, plan.copies.get(self.rank, []))
         return {key: text for damaged in found for key, text in damaged.items()}
 
     def _publish(self, name: str, plan: _Plan) -> None:

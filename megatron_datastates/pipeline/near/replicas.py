@@ -1,6 +1,6 @@
 """Copies of a node's files in the near tiers of other nodes, so that one lost node costs no checkpoint.
 
-Protocol, once all ranks have the manifest of a save (share.py):
+Protocol, once all ranks have the manifest of a save (publishing.py):
   1. The nodes with files near are a ring, in the order of their first ranks. With K replicas, each node
      fetches the files of K others, which divide the ring into equal parts: nodes that are next to each other
      are often in one rack, and lost together. Files go where its own are. Its ranks share the work.
@@ -60,7 +60,7 @@ def ring_of(records: Records) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class CopyTask:
     """The copies that one rank makes.
 
     Attributes:
@@ -77,8 +77,8 @@ class Share:
     is_first: bool
 
 
-def share_of(rank: int, records: Records, manifest: Manifest, replicas: int) -> Share:
-    """Returns the part of a rank with files in a near tier.
+def copy_task_of(rank: int, records: Records, manifest: Manifest, replicas: int) -> CopyTask:
+    """Returns the copies that a rank with files in a near tier makes.
 
     Args:
         records: of all ranks of the world, so that each is at the place of its rank.
@@ -90,7 +90,7 @@ def share_of(rank: int, records: Records, manifest: Manifest, replicas: int) -> 
     origins = {origin for n in fetched for origin in ring[n]}
     wanted = [file for file in manifest.files if file.rank in origins]
     part = wanted[ring[own].index(rank) :: len(ring[own])]
-    return Share(
+    return CopyTask(
         files=[(file, records[file.rank]) for file in part],
         own_bytes=sum(file.bytes for file in manifest.files if file.rank in ring[own]),
         node_bytes=sum(file.bytes for file in wanted),
@@ -159,31 +159,31 @@ class Replicas:
             self._server.close()
             self._server = None
 
-    def fetch(self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> Copied:
+    def fetch(self, task: CopyTask, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> Copied:
         """Makes this rank's copies. Never raises: what cannot be copied now is left out, with one warning.
 
         Args:
             folder: of the save, in this node's near tier.
             is_over: the save has failed or was given up, so that copies are of no use.
         """
-        copied = Copied(time.time(), list(dict.fromkeys(map(_name_of, (one for _, one in share.files)))))
+        copied = Copied(time.time(), list(dict.fromkeys(map(_name_of, (one for _, one in task.files)))))
         begin = time.perf_counter()
         with self._one_save:
-            if share.nodes == 1 and share.is_first:
+            if task.nodes == 1 and task.is_first:
                 self._leave_out(copied, "all files in near tiers are of one node")
-            self._fetch_all(share, folder, manifest, is_over, copied)
+            self._fetch_all(task, folder, manifest, is_over, copied)
         copied.seconds = time.perf_counter() - begin
         return copied
 
     def _fetch_all(
-        self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool], copied: Copied
+        self, task: CopyTask, folder: Path, manifest: Manifest, is_over: Callable[[], bool], copied: Copied
     ) -> None:
         failure = ""
-        for file, origin in share.files:
+        for file, origin in task.files:
             try:
-                if lack := self._lack_of_room(share, folder, manifest.save_id):
+                if lack := self._lack_of_room(task, folder, manifest.save_id):
                     copied.error = f"{folder}: {lack}"
-                    failure = copied.error if share.is_first else ""  # one rank of the node says it
+                    failure = copied.error if task.is_first else ""  # one rank of the node says it
                     break
                 copied.bytes += self._copy(file, origin, folder, manifest, is_over)
                 copied.files += 1
@@ -195,7 +195,7 @@ class Replicas:
                 return
         if failure:
             self._leave_out(copied, failure)
-        elif share.files and not copied.error:
+        elif task.files and not copied.error:
             self._is_warned = False
 
     def _leave_out(self, copied: Copied, reason: str) -> None:
@@ -211,11 +211,11 @@ class Replicas:
             )
         self._is_warned = True
 
-    def _lack_of_room(self, share: Share, folder: Path, save_id: SaveId) -> str:
+    def _lack_of_room(self, task: CopyTask, folder: Path, save_id: SaveId) -> str:
         """Returns why the node has no room for its copies, counting those there; empty if it has."""
-        made = max(occupied_bytes(folder, save_id) - share.own_bytes, 0)
+        made = max(occupied_bytes(folder, save_id) - task.own_bytes, 0)
         free = free_bytes(folder) + made
-        needed = share.node_bytes + SPARE_BYTES
+        needed = task.node_bytes + SPARE_BYTES
         return "" if free >= needed else f"{free >> 20} MiB are free, {needed >> 20} MiB are needed"
 
     def _copy(

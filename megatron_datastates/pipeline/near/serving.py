@@ -29,12 +29,12 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine import native
 from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.values import SaveId, is_data_file_name
-from megatron_datastates.pipeline.saving.background import BackgroundThread
+from megatron_datastates.threads import BackgroundThread
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 TIMEOUT_SECONDS = 30.0  # without a byte, on both sides
 RATE_SECONDS, LEAST_BYTES = 60.0, 16 * MIB  # a link that moves less in this time does not count as working
-MOST_STRANGERS = 32  # connections at a time that have not shown the key; each has a thread
+MOST_UNAUTHENTICATED = 32  # connections at a time that have not shown the key; each has a thread
 _ENDPOINT = struct.Struct("<16sH16s")
 _KEY_BYTES = 16
 _STRIDE_BYTES = 64 * MIB  # after which the page cache lets go of what was sent
@@ -146,7 +146,7 @@ class _HttpServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         self.expected = f"Bearer {key.hex()}".encode()
         self.open_file = open_file
-        self._strangers: dict[Any, None] = {}  # connections that have not shown the key, oldest first
+        self._unauthenticated: dict[Any, None] = {}  # connections that have not shown the key, oldest first
         self._lock = threading.Lock()
         # On the master's own node, others connect to the master's address.
         super().__init__(("" if address.is_loopback else str(address), 0), _Handler)
@@ -155,10 +155,10 @@ class _HttpServer(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts a thread for a connection. If too many others say nothing, the oldest one is closed."""
         with self._lock:
-            self._strangers[request] = None
-            if len(self._strangers) > MOST_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
+            self._unauthenticated[request] = None
+            if len(self._unauthenticated) > MOST_UNAUTHENTICATED:
+                oldest = next(iter(self._unauthenticated))
+                del self._unauthenticated[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
         try:
@@ -175,7 +175,7 @@ class _HttpServer(socketserver.ThreadingTCPServer):
     def note_known(self, request: Any) -> None:
         """Notes that a connection has shown the key, or is over."""
         with self._lock:
-            self._strangers.pop(request, None)
+            self._unauthenticated.pop(request, None)
 
     def server_close(self) -> None:
         native.forget_descriptor(self.fileno())

@@ -33,9 +33,9 @@ from megatron_datastates.pipeline.near.places import (
     occupied_bytes,
     warn_if_shared,
 )
+from megatron_datastates.pipeline.near.publishing import NearPlace
 from megatron_datastates.pipeline.near.removal import remove_earlier
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
-from megatron_datastates.pipeline.near.share import NearPlace
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs.branches import Origin
 from megatron_datastates.pipeline.runs.runs import is_complete

@@ -151,7 +151,7 @@ class Collectives:
         shared, least, most = max_now([value if self.rank == 0 else 0, *terms_of(digest)])
         return shared, are_equal(least, most)
 
-    def share(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Returns the values of all ranks, in their order. Pickles them; waits for all ranks.
 
         They take no more memory than they have together: in torch's all_gather_object each takes as much as
@@ -161,7 +161,7 @@ class Collectives:
             return [value]
         data = zlib.compress(pickle.dumps(value), 1)  # mostly names of files, which resemble each other
         sizes = np.frombuffer(self.start_gather(len(data).to_bytes(8, "little")).result(), "<u8")
-        shared = self._join(data, sizes.astype(np.int64), "share", reads=True).result()
+        shared = self._join(data, sizes.astype(np.int64), "gather values", reads=True).result()
         return [pickle.loads(zlib.decompress(each)) for each in shared]
 
     def gather_to_first(self, data: bytes, sizes: npt.NDArray[np.int64]) -> PollableResult[list[bytes]]:

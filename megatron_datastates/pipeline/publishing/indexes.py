@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore, encode_providers
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import Records, SavedPart
+from megatron_datastates.pipeline.saving.records import RankContribution, Records
 from megatron_datastates.plan.layout import Layout
 
 _LOOK_SECONDS = 0.002
@@ -117,13 +117,15 @@ class IndexExchange:
             if listed:
                 self._layouts.add_providers(record.providers_digest, data[first + second :])
 
-    def store_parts(self, records: Records, parts: Sequence[SavedPart]) -> dict[int, SaveId]:
+    def store_contributions(
+        self, records: Records, contributions: Sequence[RankContribution]
+    ) -> dict[int, SaveId]:
         """Stores what another program has brought here; returns the save ids of the ranks' files."""
         written_as = {}
-        for number, part in enumerate(parts):
+        for number, one in enumerate(contributions):
             record = records[number]
-            for digest, index in zip(record.layouts(), part.indexes, strict=True):
+            for digest, index in zip(record.layouts(), one.indexes, strict=True):
                 self._layouts.add(record.rank, digest, index)
-            self._layouts.add_providers(record.providers_digest, part.providers)
-            written_as[record.rank] = part.save_id
+            self._layouts.add_providers(record.providers_digest, one.providers)
+            written_as[record.rank] = one.save_id
         return written_as

@@ -22,9 +22,9 @@ from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
 from megatron_datastates.format.merging import merge_indexes
 from megatron_datastates.format.tables import Directory
-from megatron_datastates.pipeline.saving.background import BackgroundThread
 from megatron_datastates.pipeline.saving.records import Records
 from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.threads import BackgroundThread
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _ANY_FILES = 1 << 31  # more data files than a checkpoint has
@@ -66,7 +66,7 @@ class LayoutStore:
         # the check and the rename of one of them.
         self.publishing = publishing or threading.Lock()
         self.publisher: BackgroundThread | None = None  # of the last save: the next one's follows it
-        # The indexes of the last saves that were published near (near/share.py), by digest and the ranks that
+        # The indexes of the last saves that were published near (near/), by digest and the ranks that
         # store them; on rank 0 and those ranks.
         self._near: dict[tuple[str, tuple[int, ...]], bytes] = {}
         # Of this epoch and of the last one; one list of providers for all ranks that have the same.

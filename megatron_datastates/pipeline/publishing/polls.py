@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PendingResult
-from megatron_datastates.pipeline.saving.background import is_in_background
 from megatron_datastates.pipeline.saving.postponement import Postponement
+from megatron_datastates.threads import is_in_background
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Flags(NamedTuple):
     unfinished: int  # not durable; once records were sent, not published
     failed: int
     in_place: int  # the manifest is in its place, or may be
-    offered_bytes: int  # that rank 0 wants to send to all (near/share.py)
+    offered_bytes: int  # that rank 0 wants to send to all (near/publishing.py)
     without_copies: int  # the rank has left out copies that it was to make
     unfinished_rank: int  # its number if it is unfinished: in the sum, that of the only one
 

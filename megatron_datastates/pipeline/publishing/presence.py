@@ -20,7 +20,6 @@ from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name
-from megatron_datastates.pipeline.saving.background import in_background
 from megatron_datastates.threads import ThreadPool
 
 T = TypeVar("T")
@@ -168,7 +167,8 @@ def _file_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
             found = [one for one in entries if one.name in wanted and one.is_file(follow_symlinks=False)]
         if len(found) <= _FEW_FILES:
             return sizes(found)
-        shares = in_background(sizes, (found[at::_THREADS] for at in range(_THREADS)))
+        with ThreadPool(_THREADS) as threads:
+            shares = threads.map(sizes, [found[at::_THREADS] for at in range(_THREADS)])
         return {name: size for share in shares for name, size in share.items()}
     except FileNotFoundError:
         return {}

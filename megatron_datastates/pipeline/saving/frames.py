@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.codecs import FRAME_BYTES, encode_frame
-from megatron_datastates.pipeline.saving.background import BackgroundThread
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.providers.base import Encoding, Write
+from megatron_datastates.threads import BackgroundThread
 
 _MOST_THREADS = 4
 _WAIT_SECONDS = 0.1

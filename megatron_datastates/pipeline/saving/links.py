@@ -39,7 +39,7 @@ def identity_of(path: Path) -> Identity:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedFile:
+class LinkableFile:
     """A durable data file that is, or will be, part of a published checkpoint."""
 
     path: Path
@@ -53,7 +53,7 @@ class SharedFile:
 class _Last:
     """The file of one layout in the last checkpoint."""
 
-    file: SharedFile
+    file: LinkableFile
     changes: int = 0  # saves, one after the other, whose tensors were compared and had changed
     skipped: int = 0  # saves since then that did not compare
 
@@ -69,7 +69,7 @@ class Links:
         self._files: dict[tuple[Path, bytes], _Last] = {}
         self._refused_in: set[Path] = set()  # run directories
 
-    def find(self, directory: Path, layout_digest: bytes) -> SharedFile | None:
+    def find(self, directory: Path, layout_digest: bytes) -> LinkableFile | None:
         """Returns the file of this layout in the last checkpoint there, if it is to be compared."""
         last = self._files.get((directory.parent, layout_digest))
         if directory.parent in self._refused_in or last is None:
@@ -79,7 +79,7 @@ class Links:
             return None
         return last.file
 
-    def keep(self, file: SharedFile, layout_digest: bytes, has_changed: bool | None) -> None:
+    def keep(self, file: LinkableFile, layout_digest: bytes, has_changed: bool | None) -> None:
         """Notes that a checkpoint with this file was published.
 
         Args:
@@ -110,7 +110,7 @@ class Links:
 class Link:
     """The name of a shared file in the directory of one save."""
 
-    def __init__(self, file: SharedFile, directory: Path, faults: Faults) -> None:
+    def __init__(self, file: LinkableFile, directory: Path, faults: Faults) -> None:
         self.file = dataclasses.replace(file, path=directory / file.path.name)
         self._target, self._faults = file.path, faults
         self._made = False

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 
 from megatron_datastates.engine.staging import FileSave
+from megatron_datastates.flag import Flag
 from megatron_datastates.pipeline.saving.background import AFTER_POLL_SECONDS, COPIES_AFTER_POLL_SECONDS
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import HeldTime
 from megatron_datastates.pipeline.saving.stable import StableFile
 

@@ -21,11 +21,10 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError, forget_frames, is_interrupt
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.saving.background import BackgroundThread, lost
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.saving.links import Link
 from megatron_datastates.pipeline.saving.milestones import FirstError, SaveContext, State
@@ -37,6 +36,7 @@ from megatron_datastates.pipeline.saving.tail import Tail
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.collect import Collected
 from megatron_datastates.providers.objects import check_saved
+from megatron_datastates.threads import BackgroundThread, lost
 
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1

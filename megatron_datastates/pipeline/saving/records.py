@@ -204,7 +204,7 @@ class Records:
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedPart:
+class RankContribution:
     """What rank 0 needs of a rank's part of a durable save, where another program brings it there."""
 
     save_id: SaveId  # of its files

@@ -28,9 +28,9 @@ from typing import Any
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import CHANGED_TOO_EARLY, DataStatesError
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.saving.flag import Flag
-from megatron_datastates.pipeline.saving.links import Link, SharedFile, identity_of
+from megatron_datastates.pipeline.saving.links import Link, LinkableFile, identity_of
 from megatron_datastates.pipeline.saving.records import STABLE_GROUP, DurableFile
 
 _WAIT_SECONDS = 0.1
@@ -67,7 +67,7 @@ class StableFile:
         self._writing: FileSave | None = None
         self._digesting: FileSave | None = None
         self._is_linked = False
-        self.shared: SharedFile | None = None  # once durable
+        self.linkable: LinkableFile | None = None  # once durable
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class StableFile:
         if self._is_linked:
             assert self._link is not None
             self._link.sync()
-            self.shared = self._link.file
+            self.linkable = self._link.file
             return
         assert self._writing is not None
         durable = seal(self._writing, self._writing.layout.tensor_end, group=STABLE_GROUP)
@@ -230,7 +230,7 @@ class StableFile:
             )
         content = hashlib.sha256(written).digest()
         path = self._writing.path
-        self.shared = SharedFile(path, self._save_id, durable, content, identity_of(path))
+        self.linkable = LinkableFile(path, self._save_id, durable, content, identity_of(path))
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes what it has made."""
@@ -280,7 +280,7 @@ class StableFile:
         return times
 
 
-def stable_fields(file: SharedFile, layout_digest: bytes, layout_bytes: int) -> dict[str, Any]:
+def stable_fields(file: LinkableFile, layout_digest: bytes, layout_bytes: int) -> dict[str, Any]:
     """Returns what the other ranks have to know of the file: fields of a RankRecord."""
     durable = file.durable
     return {

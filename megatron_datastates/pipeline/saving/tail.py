@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import DataStatesError, ProviderError, UnsafeObjectError, raise_from
 from megatron_datastates.files import OBJECT_BYTES
+from megatron_datastates.flag import Flag
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
-from megatron_datastates.pipeline.saving.flag import Flag
 from megatron_datastates.pipeline.saving.frames import Encoders, FrameWriter
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import (
@@ -33,7 +33,7 @@ from megatron_datastates.providers.base import (
     Write,
     bad_mutability,
 )
-from megatron_datastates.providers.collect import Collected, Empty, Part
+from megatron_datastates.providers.collect import Collected, Empty, ProviderEntries
 from megatron_datastates.providers.objects import ObjectSource, check_pickle, nothing
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
@@ -54,8 +54,8 @@ class _Pending(NamedTuple):
 
 
 @dataclasses.dataclass
-class PartCosts:
-    """What one provider's share of the tail has cost."""
+class TailCosts:
+    """What one provider's part of the tail has cost."""
 
     entries: dict[int, int] = dataclasses.field(default_factory=dict)  # numbers, by Kind
     bytes: int = 0  # as stored
@@ -79,7 +79,7 @@ class Tail:
 
     def __init__(self, trust_objects: bool) -> None:
         self._trust_objects = trust_objects
-        self.parts: list[Part] = []
+        self.by_provider: list[ProviderEntries] = []
         self._now: list[_Pending] = []
         self._later: list[_Pending | Empty] = []  # the last one first: each goes once it is written
         self._written: dict[int, TailEntry] = {}
@@ -87,7 +87,7 @@ class Tail:
         self._encoders = Encoders()
         self._read = Flag()  # nothing that may change at the fence is left to be written
         self._process = os.getpid()
-        self.costs: dict[str, PartCosts] = {}  # by provider
+        self.costs: dict[str, TailCosts] = {}  # by provider
         self.writing = ""  # the entry whose source was called and has not returned; for people
 
     def secure(self, state: Collected) -> None:
@@ -97,7 +97,7 @@ class Tail:
             ProviderError: a source of a named provider raised an exception; of others, that exception.
             OptionError: a source has a mutability that is no Mutability.
         """
-        self.parts = state.parts  # not `state`: its tensors are the trainer's
+        self.by_provider = state.by_provider  # not `state`: its tensors are the trainer's
         budget = CopyBudget(_SNAPSHOT_BYTES)
         others: list[_Pending] = []
         for number in state.others():
@@ -200,40 +200,42 @@ class Tail:
     def providers(self) -> list[ProviderEntry]:
         """Returns the manifest's list of state providers: those that have a name or notes."""
         return [
-            ProviderEntry(name=part.name, kind=part.kind, notes=dict(part.notes))
-            for part in self.parts
-            if part.name or part.notes
+            ProviderEntry(name=provider.name, kind=provider.kind, notes=dict(provider.notes))
+            for provider in self.by_provider
+            if provider.name or provider.notes
         ]
 
-    def _part_of(self, number: int) -> Part:
-        return next(part for part in self.parts if part.first_tail <= number < part.end_tail)
+    def _provider_of(self, number: int) -> ProviderEntries:
+        return next(
+            provider for provider in self.by_provider if provider.first_tail <= number < provider.end_tail
+        )
 
     def _snapshot(self, key: str, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
         try:
             return source.snapshot(budget)
         except Exception as error:
-            raise_from(self._part_of(number).failed(_with_key(error, key, source)), error)
+            raise_from(self._provider_of(number).failed(_with_key(error, key, source)), error)
 
     def _write(self, writer: TailWriter, pending: _Pending) -> None:
-        before, part = time.perf_counter(), self._part_of(pending.number)
-        self.writing = repr(pending.key) + (f" of state provider {part.name!r}" if part.name else "")
+        before, provider = time.perf_counter(), self._provider_of(pending.number)
+        self.writing = repr(pending.key) + (f" of state provider {provider.name!r}" if provider.name else "")
         try:
             written, pickled = self._pass_on(writer, pending)
         except Exception as error:
-            raise_from(part.failed(_with_key(error, pending.key, pending.source)), error)
+            raise_from(provider.failed(_with_key(error, pending.key, pending.source)), error)
         finally:
             self.writing = ""
         if pickled is not None:
             named = pending.source.named if type(pending.source) is ObjectSource else None
             check_pickle(pickled, pending.key, named=named, trust=self._trust_objects)
         self._written[pending.number] = written
-        self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
+        self.costs.setdefault(provider.name, TailCosts()).add(written, time.perf_counter() - before)
 
     def _write_empty(self, writer: TailWriter, empty: Empty) -> None:
         """Writes objects without a value, many at once: one by one they would take the GIL for 10 ms."""
-        data, part = nothing(), self._part_of(empty.first)
+        data, provider = nothing(), self._provider_of(empty.first)
         step = align_up(len(data), SMALL_ALIGNMENT)
-        costs = self.costs.setdefault(part.name, PartCosts())
+        costs = self.costs.setdefault(provider.name, TailCosts())
         for first in range(0, len(empty.keys), _MOST_EMPTY):
             time.sleep(0)  # releases the GIL
             before, keys = time.perf_counter(), empty.keys[first : first + _MOST_EMPTY]

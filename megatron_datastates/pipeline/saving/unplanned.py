@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megatron_datastates.errors import DataStatesError, MismatchError
 from megatron_datastates.pipeline.saving.plans import Plans, tail_items
 from megatron_datastates.providers.base import Tensors, TensorSource
-from megatron_datastates.providers.collect import Collected, Part
+from megatron_datastates.providers.collect import Collected, ProviderEntries
 
 
 def with_key(error: Exception, state: Collected) -> Exception:
@@ -21,13 +21,13 @@ def with_key(error: Exception, state: Collected) -> Exception:
     for number, source in enumerate(state.tensors.sources()):
         cause = _error_of([source], Collected())
         if cause is not None:
-            part = next(p for p in state.parts if p.first_tensor <= number < p.end_tensor)
-            return _named(f"tensor {source.key!r}", cause, source.key, part)
+            provider = next(p for p in state.by_provider if p.first_tensor <= number < p.end_tensor)
+            return _named(f"tensor {source.key!r}", cause, source.key, provider)
     for number, (key, entry) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
         cause = _error_of([], Collected(tail=[entry], tail_keys=[key]))
         if cause is not None:
-            part = next(p for p in state.parts if p.first_tail <= number < p.end_tail)
-            return _named(f"the entry {key!r}", cause, key, part)
+            provider = next(p for p in state.by_provider if p.first_tail <= number < p.end_tail)
+            return _named(f"the entry {key!r}", cause, key, provider)
     return error
 
 
@@ -43,7 +43,7 @@ def _error_of(sources: Sequence[TensorSource], state: Collected) -> Exception | 
     return None
 
 
-def _named(what: str, cause: Exception, key: object, part: Part) -> Exception:
+def _named(what: str, cause: Exception, key: object, provider: ProviderEntries) -> Exception:
     if not isinstance(key, str):
         text = f"a key is {key!r} of type {type(key).__name__}: expected str; rename it"
     elif isinstance(cause, UnicodeEncodeError):
@@ -53,4 +53,4 @@ def _named(what: str, cause: Exception, key: object, part: Part) -> Exception:
             f"{what} cannot be saved: {type(cause).__name__}: {cause}. Expected a strided torch.Tensor on "
             "the host or on a CUDA device, or a source of megatron_datastates.providers"
         )
-    return part.failed(MismatchError(text))
+    return provider.failed(MismatchError(text))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 from megatron_datastates.config import Options
@@ -21,7 +20,7 @@ from megatron_datastates.pipeline.runs.branches import known_point
 from megatron_datastates.pipeline.runs.history import by_branch
 from megatron_datastates.pipeline.runs.runs import Iteration, find_iterations, has_file, is_named_by_megatron
 from megatron_datastates.pipeline.upkeep.verify import Verdict, verify
-from megatron_datastates.threads import ThreadPool
+from megatron_datastates.threads import Call, ThreadPool
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
@@ -105,7 +104,7 @@ def verify_together(directory: Path, collectives: Collectives, options: Options)
     the same.
     """
     began = time.monotonic()
-    with ThreadPool(1, "datastates-verify") as thread:
+    with ThreadPool(1, "verifies") as thread:
         share = thread.submit(_check, directory, collectives.rank, collectives.size, options)
         while (sums := _sums(share, collectives))[0] < collectives.size:
             time.sleep(_POLL_SECONDS)
@@ -118,7 +117,7 @@ def verify_together(directory: Path, collectives: Collectives, options: Options)
     return faults, unread, unchecked
 
 
-def _sums(share: Future[Verdict], collectives: Collectives) -> list[int]:
+def _sums(share: Call[Verdict], collectives: Collectives) -> list[int]:
     """Sums over ranks: those that are done, faults, what is unread, files without checksums, checked MiB."""
     numbers = [0, 0, 0, 0, 0]
     if share.done():

@@ -176,7 +176,7 @@ def verify_checkpoint(
 def _check_files(checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict) -> list[int]:
     """Returns the files whose data can be checked: those with a footer."""
     usable = []
-    with ThreadPool(_FILE_THREADS) as pool:
+    with ThreadPool(_FILE_THREADS, "checks data files") as pool:
         for file, own in zip(files, pool.map(lambda n: _check_file(checkpoint, n), files), strict=True):
             verdict.faults += own.faults
             verdict.unread += own.unread

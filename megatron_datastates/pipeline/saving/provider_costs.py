@@ -11,27 +11,29 @@ from typing import Any
 
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.saving.plans import StatePlan
-from megatron_datastates.pipeline.saving.tail import PartCosts
-from megatron_datastates.providers.collect import Part
+from megatron_datastates.pipeline.saving.tail import TailCosts
+from megatron_datastates.providers.collect import ProviderEntries
 from megatron_datastates.units import milliseconds
 
 
-def provider_shares(
-    plan: StatePlan | None, parts: Sequence[Part], tails: Mapping[str, PartCosts]
+def provider_costs(
+    plan: StatePlan | None, providers: Sequence[ProviderEntries], tails: Mapping[str, TailCosts]
 ) -> dict[str, dict[str, Any]]:
-    """Returns each provider's share of a rank's save, by name, with the fields of docs/reports.md.
+    """Returns what each provider adds to a rank's save, by name, with the fields of docs/reports.md.
 
     Args:
-        plan: None if the save failed before it had one; then there are no shares.
+        plan: None if the save failed before it had one; then nothing is returned.
         tails: by the provider's name; none for a provider that has written nothing to the tail.
     """
     if plan is None:
         return {}
-    return {part.name: _share(plan, part, tails.get(part.name, PartCosts())) for part in parts}
+    return {
+        provider.name: _costs(plan, provider, tails.get(provider.name, TailCosts())) for provider in providers
+    }
 
 
-def _share(plan: StatePlan, part: Part, tail: PartCosts) -> dict[str, Any]:
-    mine = slice(part.first_tensor, part.end_tensor)
+def _costs(plan: StatePlan, provider: ProviderEntries, tail: TailCosts) -> dict[str, Any]:
+    mine = slice(provider.first_tensor, provider.end_tensor)
     sizes, eager, on_device = plan.sizes[mine], plan.eager[mine], plan.on_device[mine]
     return {
         "tensors": len(sizes),

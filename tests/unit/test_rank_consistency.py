@@ -8,8 +8,8 @@ import pytest
 
 from megatron_datastates import __version__
 from megatron_datastates.config import Options
-from megatron_datastates.pipeline.publishing.alike import difference, digest_of, facts_of
 from megatron_datastates.pipeline.publishing.collectives import are_equal, terms_of
+from megatron_datastates.pipeline.publishing.rank_consistency import difference, digest_of, facts_of
 from megatron_datastates.pipeline.saving.records import RankRecord
 from tests.unit.test_config import SETTINGS
 

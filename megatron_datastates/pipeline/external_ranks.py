@@ -2,8 +2,8 @@
 
 That program chooses a save id, distributes it, gathers what ranks return, and reports failures to all.
 Nothing here communicates, so a save may run on any thread, beside the trainer's own collective calls:
-  1. each rank writes its part, waits until it is durable, and returns what the coordinator needs of it;
-  2. the coordinator publishes all parts, once it has them: the manifest comes last, as in publication.py.
+  1. each rank writes its part, waits until it is durable, and returns its contribution for the coordinator;
+  2. the coordinator publishes all of them, once it has them: the manifest comes last, as in publication.py.
 If a rank fails in step 1, its file is removed, nothing is published, and durable files of other ranks stay
 as files that no manifest names. A later save of the same coordinator into the directory, or
 `datastates prune`, removes them.
@@ -29,7 +29,7 @@ from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.saver_pool import kept_saver
 from megatron_datastates.pipeline.saving.milestones import SaveContext
 from megatron_datastates.pipeline.saving.rank_save import RankSave
-from megatron_datastates.pipeline.saving.records import SavedPart
+from megatron_datastates.pipeline.saving.records import RankContribution
 from megatron_datastates.pipeline.session import SaveSession
 from megatron_datastates.providers.base import StateProvider
 
@@ -44,7 +44,7 @@ class _GivenRanks(Collectives):
         self.distributed, self.rank, self.size = False, rank, size
 
 
-class PartSaver(Saver):
+class ExternalRankSaver(Saver):
     """Writes this rank's parts of saves. Thread-safe; each call waits for its save.
 
     The session's turn is that of plans and of the list of unfinished saves.
@@ -54,7 +54,7 @@ class PartSaver(Saver):
         """Writes this rank's part of a save. Nothing that `provider` yields may change meanwhile.
 
         Returns:
-            The save: its `part` is for the coordinator, which calls `publish`.
+            The save: its `contribution` is for the coordinator, which calls `publish`.
 
         Raises:
             SaveFailedError: this rank failed. Its file was removed.
@@ -95,14 +95,16 @@ class PartSaver(Saver):
     def _least_stable(self) -> None:
         """Returns None: no tensors get a file of their own."""
 
-    def publish(self, publication: Publication, parts: list[SavedPart], extras: PublicationExtras) -> None:
-        """Publishes the parts of all ranks, in their order, and reports the save. On the coordinator.
+    def publish(
+        self, publication: Publication, contributions: list[RankContribution], extras: PublicationExtras
+    ) -> None:
+        """Publishes the contributions of all ranks, in their order, and reports the save. On the coordinator.
 
         Raises:
-            SaveFailedError: see Publication.publish_parts.
+            SaveFailedError: see Publication.publish_contributions.
         """
         try:
-            _publishing.take(functools.partial(publication.publish_parts, parts, extras))
+            _publishing.take(functools.partial(publication.publish_contributions, contributions, extras))
         finally:
             if publication.outcome is not Outcome.PENDING:
                 self._report_once(publication, _MODE)  # listeners may wait for another thread that saves
@@ -132,7 +134,7 @@ def new_save_id() -> SaveId:
     return next(_ids)
 
 
-def part_saver_for(options: Options) -> PartSaver:
-    """Returns the process's PartSaver with these options; it is closed when the interpreter ends."""
+def external_rank_saver_for(options: Options) -> ExternalRankSaver:
+    """Returns the process's ExternalRankSaver with these options; it is closed when the interpreter ends."""
     with _lock:
-        return kept_saver(PartSaver, options, SaveSession())
+        return kept_saver(ExternalRankSaver, options, SaveSession())

@@ -22,7 +22,7 @@ from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.near.nodes import NODES_NAME, NodeEntry, Nodes
-from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
+from megatron_datastates.pipeline.near.replicas import Copied, Replicas, copy_task_of, ring_of
 from megatron_datastates.pipeline.publishing.collectives import Collectives, PollableResult
 from megatron_datastates.pipeline.publishing.directory_publisher import SmallFiles, encoded_manifest
 from megatron_datastates.pipeline.publishing.layouts import LayoutStore
@@ -57,7 +57,7 @@ class NearPlace(NamedTuple):
 class Storing:
     """Whether this rank may store a save's small files, and the manifest that it has replaced, if any.
 
-    Outlives its NearShare, which holds all that the ranks have sent.
+    Outlives its NearPublishing, which holds all that the ranks have sent.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Storing:
             return self.replaced
 
 
-class NearShare:
+class NearPublishing:
     """This rank's part of publishing one save in the near tiers.
 
     Attributes:
@@ -187,8 +187,8 @@ class NearShare:
                 if not self.storing.is_withdrawn:
                     self._store(offer, manifest)
         if self._replicas is not None and self._context.near is not None:
-            share = share_of(self._context.rank, self._records, manifest, self._replicas.count)
-            self.copied = self._replicas.fetch(share, self._context.near, manifest, is_over)
+            task = copy_task_of(self._context.rank, self._records, manifest, self._replicas.count)
+            self.copied = self._replicas.fetch(task, self._context.near, manifest, is_over)
 
     def _store(self, offer: _Offer, manifest: Manifest) -> None:
         """Stores it beside the node's data files, the manifest last."""
