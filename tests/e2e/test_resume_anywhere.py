@@ -122,6 +122,24 @@ def test_a_checkpoint_of_a_gpt_resumes_as_a_hybrid_model(
             assert losses[0] and losses[0] == losses[1]
 
 
+@pytest.mark.skipif(metadata.version("megatron-core") < "0.19", reason="older ones were not tried")
+def test_the_optimizer_of_a_multimodal_model_resumes_in_another_layout(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """It puts its name before all keys, and makes an object of the sharding type."""
+    endings = []
+    for name, how in {"datastates": [], "torch_dist": [RESHARDABLE]}.items():
+        run = ["--ckpt-format", name, *how, "--save", tmp_path / name, "--load", tmp_path / name]
+        mimo = {"TINY_MIMO_OPTIMIZER": "1"}
+        pretraining.run(*LAYOUTS["tp2"], *run, "--exit-interval", "2", environment=mimo)
+        endings.append(pretraining.run(*LAYOUTS["pp2"], *run, environment=mimo))
+    ours, stock = endings
+    assert SAID in ours.log
+    assert [rank.begun_at for rank in ours.ranks] == [2, 2]
+    assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
+    assert ours.differences(stock) == []
+
+
 @pytest.mark.long
 def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
     pretraining: Pretraining, tmp_path: Path

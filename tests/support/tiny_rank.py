@@ -20,6 +20,7 @@ from typing import Any
 import frozen
 import hybrid_layers
 import latent_attention
+import mimo_optimizer
 import mutations
 import numpy
 import pretrain_tiny
@@ -188,6 +189,8 @@ def main(arguments: list[str], folder: str) -> None:
         _provide_model()
     if latent_attention.CHOSEN in os.environ:
         latent_attention.install(fused=os.environ[latent_attention.CHOSEN] == "fused")
+    if mimo_optimizer.CHOSEN in os.environ:
+        mimo_optimizer.install()
     recorder = Recorder()
     mutations.install(recorder.working)
     recorder.attach()

@@ -300,7 +300,7 @@ class _Optimizer:
         own = own_buckets(node)
         if own is not None:
             return self._buckets(node, own)
-        if _TYPE in node:
+        if _TYPE in node or own_buckets(node.get(_STATE)) is not None:
             return self._distributed(node)
         if isinstance(node.get("param_groups"), list):
             return self._inner(node)
@@ -343,10 +343,11 @@ class _Optimizer:
         for name, value in node.items():
             if name == _STATE:
                 result[name] = self.restated(value)
-            elif name == _TYPE:
-                result[name] = LocalNonpersistentObject(value)
+                continue
+            own = value.data if isinstance(value, ShardedObject) else value
+            if _TYPE in name:  # a MimoOptimizer makes an object of it, with a name that contains this one
+                result[name] = LocalNonpersistentObject(own)
             else:
-                own = value.data if isinstance(value, ShardedObject) else value
                 found = self._value(name, own)
                 if found is not None:
                     result[name] = LocalNonpersistentObject(found)
