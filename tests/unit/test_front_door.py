@@ -309,6 +309,25 @@ def test_a_nested_target_is_refused_by_name(tmp_path: Path) -> None:
         ds.load(tmp_path, into={"a": {"w": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])}})
 
 
+def test_a_target_that_wraps_another_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    ds.save({"w": torch.ones(2)}, tmp_path)
+    wrapper = torch._to_functional_tensor(torch.zeros(2))
+    with pytest.raises(MismatchError, match="'w': the target wraps another tensor, and has no memory"):
+        ds.load(tmp_path, into={"w": wrapper})
+
+
+@pytest.mark.parametrize("compress", [0, 1])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_no_load_reads_into_the_memory_that_fake_tensors_lack(compress: int, tmp_path: Path) -> None:
+    ds.save({"w": torch.ones(4)}, tmp_path, compress=compress)
+    with torch._subclasses.FakeTensorMode():
+        target = torch.zeros(4)
+        for load in (lambda: ds.load(tmp_path), lambda: ds.load(tmp_path, into={"w": target})):
+            with pytest.raises(MismatchError, match="load outside of any FakeTensorMode"):
+                load()
+    assert torch.equal(ds.load(tmp_path)["w"], torch.ones(4))
+
+
 def test_causes_of_a_failed_save_end(tmp_path: Path) -> None:
     with pytest.raises(SaveFailedError) as caught:
         ds.save({"w": torch.ones(3, device="meta")}, tmp_path / "c")
