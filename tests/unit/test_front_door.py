@@ -328,6 +328,16 @@ def test_no_load_reads_into_the_memory_that_fake_tensors_lack(compress: int, tmp
     assert torch.equal(ds.load(tmp_path)["w"], torch.ones(4))
 
 
+def test_a_mapping_that_contains_itself_is_refused_by_name(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "model": {}}
+    state["model"]["parent"] = state
+    with pytest.raises(SaveFailedError, match="the mapping 'model' contains itself"):
+        ds.save(state, tmp_path)
+    ds.save({"w": torch.ones(2)}, tmp_path)
+    with pytest.raises(MismatchError, match="the mapping 'model' contains itself"):
+        ds.load(tmp_path, into=state)
+
+
 def test_causes_of_a_failed_save_end(tmp_path: Path) -> None:
     with pytest.raises(SaveFailedError) as caught:
         ds.save({"w": torch.ones(3, device="meta")}, tmp_path / "c")
