@@ -15,7 +15,7 @@ import torch
 
 from megatron_datastates.engine.fence import FENCE, fence
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
-from megatron_datastates.files import is_object, path_of
+from megatron_datastates.files import absolute, is_object, path_of
 from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.filling import fill
@@ -291,4 +291,4 @@ def open(directory: StrPath, **options: Any) -> Checkpoint:
     """
     _check_path(directory)
     # The program may change its own directory before it reads.
-    return Checkpoint.open(path_of(directory).absolute(), options_of_call(options, "load"))
+    return Checkpoint.open(absolute(path_of(directory)), options_of_call(options, "load"))

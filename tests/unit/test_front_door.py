@@ -429,6 +429,23 @@ def test_help_fits_on_a_screen_and_names_everything() -> None:
     assert all(f"ds.{name}" in text for name in ds.__all__ if name != "SaveHandle")
 
 
+def test_a_directory_of_a_process_that_was_removed_fails_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save fails then, on all ranks: those that had begun it would wait for one that raised alone."""
+    ds.save({"w": torch.ones(2)}, tmp_path / "c")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SaveFailedError, match=r"saving to x failed .* No such file or directory"):
+        ds.async_save({"w": torch.ones(2)}, "x").wait()
+    for read in (ds.load, ds.open):
+        with pytest.raises(NotACheckpointError, match="x does not exist"):
+            read("x")
+    ds.save({"w": torch.zeros(2)}, tmp_path / "c")
+    assert torch.equal(ds.load(tmp_path / "c")["w"], torch.zeros(2))
+
+
 def test_a_save_to_a_url_is_refused() -> None:
     with pytest.raises(OptionError, match="only Megatron's training loop saves to object stores"):
         ds.save({"step": 1}, "s3://bucket/x")
