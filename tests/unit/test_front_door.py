@@ -309,6 +309,22 @@ def test_a_nested_target_is_refused_by_name(tmp_path: Path) -> None:
         ds.load(tmp_path, into={"a": {"w": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])}})
 
 
+def test_a_compiled_function_may_save_and_load(tmp_path: Path) -> None:
+    def step(weights: torch.Tensor) -> torch.Tensor:
+        weights = weights + 1
+        ds.save({"w": weights}, tmp_path / "a")
+        handle = ds.async_save({"w": weights * 2}, tmp_path / "b")
+        while not handle.done():
+            pass
+        handle.wait()
+        ds.load(tmp_path / "b", into={"w": weights})
+        return weights + ds.load(tmp_path / "a")["w"]
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 6.0))
+
+
 def test_a_target_that_wraps_another_tensor_is_refused_by_name(tmp_path: Path) -> None:
     ds.save({"w": torch.ones(2)}, tmp_path)
     wrapper = torch._to_functional_tensor(torch.zeros(2))
