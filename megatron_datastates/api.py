@@ -6,16 +6,18 @@ how a save or a load goes (pipeline/), and what Megatron saves (mcore/).
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from megatron_datastates.engine.fence import FENCE, fence
 from megatron_datastates.errors import MismatchError, OptionError, SaveFailedError
-from megatron_datastates.files import is_object, path_of
+from megatron_datastates.files import absolute, is_object, path_of
 from megatron_datastates.option_calls import options_of_call
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.loading.filling import fill
@@ -33,6 +35,28 @@ __all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "on_report", "o
 State = Mapping[Any, Any]
 Report = dict[str, Any]
 StrPath = str | os.PathLike[str]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Lets code that torch.compile has compiled call a function, which it cannot compile itself.
+
+    The compiler is not imported for it, which takes seconds.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" in sys.modules:
+            return _disabled(function)(*args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class SaveHandle:
@@ -46,6 +70,7 @@ class SaveHandle:
     def directory(self) -> Path:
         return self._publication.save.context.directory
 
+    @_uncompiled
     def done(self) -> bool:
         """Takes one step of the save and returns whether it is over. Every rank has to ask equally often.
 
@@ -53,6 +78,7 @@ class SaveHandle:
         """
         return self._publication.poll() is not Outcome.PENDING
 
+    @_uncompiled
     def wait(self) -> Report:
         """Waits until the checkpoint is published; returns the report. Every rank calls it.
 
@@ -75,6 +101,7 @@ class SaveHandle:
         return save_report(self._publication, self._mode) if is_over else None
 
 
+@_uncompiled
 def save(state: State, directory: StrPath, *, iteration: int | None = None, **options: Any) -> Report:
     """Saves nested mappings of tensors and objects; returns when the checkpoint is published.
 
@@ -109,6 +136,7 @@ def save(state: State, directory: StrPath, *, iteration: int | None = None, **op
     return handle._result()  # with all of the time
 
 
+@_uncompiled
 def async_save(
     state: State, directory: StrPath, *, iteration: int | None = None, lazy: bool = False, **options: Any
 ) -> SaveHandle:
@@ -173,6 +201,7 @@ def _check_path(directory: object) -> None:
         raise OptionError(f"expected a directory as a str or a pathlib.Path, found {directory!r}")
 
 
+@_uncompiled
 def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[Any, Any]:
     """Loads a checkpoint, every byte checked. Communicates with no other rank.
 
@@ -277,6 +306,7 @@ def _as_shard(name: str, value: Any) -> Shard | None:
     return value if isinstance(value, Shard) else None
 
 
+@_uncompiled
 def open(directory: StrPath, **options: Any) -> Checkpoint:
     """Opens a checkpoint to look inside: names, shapes and dtypes are there, data is read when asked for.
 
@@ -291,4 +321,4 @@ def open(directory: StrPath, **options: Any) -> Checkpoint:
     """
     _check_path(directory)
     # The program may change its own directory before it reads.
-    return Checkpoint.open(path_of(directory).absolute(), options_of_call(options, "load"))
+    return Checkpoint.open(absolute(path_of(directory)), options_of_call(options, "load"))

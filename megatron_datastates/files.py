@@ -36,6 +36,18 @@ _SAMPLES = 16  # of a file, that say whether it is in memory
 _OBJECT_BUFFER_BYTES = _MIB  # the shortest read of an object that is not at its end
 
 
+def absolute(path: Path) -> Path:
+    """Returns the same place whatever directory the program changes to later.
+
+    A relative path stays one where the directory that this process is in was removed: nothing is there, and
+    what uses the path says so.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        return path
+
+
 def names_in(directory: str | os.PathLike[str]) -> list[str]:
     """Returns the names in a directory, in no order. Raises OSError."""
     return stores.names_below(path_of(directory)) if is_object(directory) else os.listdir(directory)

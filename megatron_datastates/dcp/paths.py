@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import is_object, path_of
+from megatron_datastates.files import absolute, is_object, path_of
 
 
 def directory_of(checkpoint_id: str | os.PathLike[str]) -> Path:
@@ -16,4 +16,4 @@ def directory_of(checkpoint_id: str | os.PathLike[str]) -> Path:
             f"{checkpoint_id} is a URL: expected a directory on a POSIX file system; only Megatron's "
             "training loop saves to object stores"
         )
-    return path_of(checkpoint_id).absolute()
+    return absolute(path_of(checkpoint_id))

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
-from megatron_datastates.files import any_path
+from megatron_datastates.files import absolute, any_path
 from megatron_datastates.pipeline.loading.load import Checkpoint
 from megatron_datastates.pipeline.loading.read_costs import ReadCosts
 from megatron_datastates.pipeline.publishing.collectives import Collectives
@@ -110,7 +110,7 @@ def load_report(
     report = {
         "event": "load",
         "save_id": str(manifest.save_id) if manifest is not None else None,
-        "directory": str(directory.absolute()),
+        "directory": str(absolute(directory)),
         "iteration": manifest.iteration if manifest is not None else None,
         "started_at": round(time.time() - seconds, 3),
         "rank": world.rank,

@@ -21,7 +21,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import DataStatesError, OptionError, is_interrupt, raise_from
-from megatron_datastates.files import is_object, path_of
+from megatron_datastates.files import absolute, is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -129,7 +129,7 @@ class Saver:
                 earlier.end_if_abandoned()
             save_id, ranks = session.next_id(), session.collectives
             context = SaveContext(
-                save_id, path_of(directory).absolute(), ranks.rank, ranks.size, _plain(iteration)
+                save_id, absolute(path_of(directory)), ranks.rank, ranks.size, _plain(iteration)
             )
             publication = Publication(
                 RankSave(context, options),

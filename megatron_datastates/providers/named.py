@@ -87,8 +87,8 @@ def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
     An empty mapping is a value itself, and so are lists, tuples and state providers.
 
     Raises:
-        MismatchError: this is no mapping, a key is neither a str nor an int, or a state provider's name is
-            empty.
+        MismatchError: this is no mapping, a key is neither a str nor an int, a state provider's name is
+            empty, or a mapping contains itself.
     """
     if not _is_mapping(state):
         raise MismatchError(
@@ -103,7 +103,15 @@ def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             )
         name = f"{prefix}.{key}" if prefix else str(key)
         if _is_inner(value):
-            yield from leaves(value, name)
+            try:
+                yield from leaves(value, name)
+            except RecursionError:
+                if prefix:
+                    raise
+                raise MismatchError(
+                    f"the mapping {name!r} contains itself, or mappings in more levels than Python can "
+                    "follow: expected nested mappings of some levels; store a flatter one"
+                ) from None
         elif not name and _is_provider(value):
             raise MismatchError(
                 f"the state has a {kind_of(value)} under the key '': expected a name for the state provider, "

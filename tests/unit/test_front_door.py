@@ -309,6 +309,51 @@ def test_a_nested_target_is_refused_by_name(tmp_path: Path) -> None:
         ds.load(tmp_path, into={"a": {"w": torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])}})
 
 
+def test_a_compiled_function_may_save_and_load(tmp_path: Path) -> None:
+    def step(weights: torch.Tensor) -> torch.Tensor:
+        weights = weights + 1
+        ds.save({"w": weights}, tmp_path / "a")
+        handle = ds.async_save({"w": weights * 2}, tmp_path / "b")
+        while not handle.done():
+            pass
+        handle.wait()
+        ds.load(tmp_path / "b", into={"w": weights})
+        return weights + ds.load(tmp_path / "a")["w"]
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 6.0))
+
+
+def test_a_target_that_wraps_another_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    ds.save({"w": torch.ones(2)}, tmp_path)
+    wrapper = torch._to_functional_tensor(torch.zeros(2))
+    with pytest.raises(MismatchError, match="'w': the target wraps another tensor, and has no memory"):
+        ds.load(tmp_path, into={"w": wrapper})
+
+
+@pytest.mark.parametrize("compress", [0, 1])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_no_load_reads_into_the_memory_that_fake_tensors_lack(compress: int, tmp_path: Path) -> None:
+    ds.save({"w": torch.ones(4)}, tmp_path, compress=compress)
+    with torch._subclasses.FakeTensorMode():
+        target = torch.zeros(4)
+        for load in (lambda: ds.load(tmp_path), lambda: ds.load(tmp_path, into={"w": target})):
+            with pytest.raises(MismatchError, match="load outside of any FakeTensorMode"):
+                load()
+    assert torch.equal(ds.load(tmp_path)["w"], torch.ones(4))
+
+
+def test_a_mapping_that_contains_itself_is_refused_by_name(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "model": {}}
+    state["model"]["parent"] = state
+    with pytest.raises(SaveFailedError, match="the mapping 'model' contains itself"):
+        ds.save(state, tmp_path)
+    ds.save({"w": torch.ones(2)}, tmp_path)
+    with pytest.raises(MismatchError, match="the mapping 'model' contains itself"):
+        ds.load(tmp_path, into=state)
+
+
 def test_causes_of_a_failed_save_end(tmp_path: Path) -> None:
     with pytest.raises(SaveFailedError) as caught:
         ds.save({"w": torch.ones(3, device="meta")}, tmp_path / "c")
@@ -398,6 +443,23 @@ def test_help_fits_on_a_screen_and_names_everything() -> None:
     text = ds.__doc__ or ""
     assert len(text.splitlines()) < 24
     assert all(f"ds.{name}" in text for name in ds.__all__ if name != "SaveHandle")
+
+
+def test_a_directory_of_a_process_that_was_removed_fails_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save fails then, on all ranks: those that had begun it would wait for one that raised alone."""
+    ds.save({"w": torch.ones(2)}, tmp_path / "c")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SaveFailedError, match=r"saving to x failed .* No such file or directory"):
+        ds.async_save({"w": torch.ones(2)}, "x").wait()
+    for read in (ds.load, ds.open):
+        with pytest.raises(NotACheckpointError, match="x does not exist"):
+            read("x")
+    ds.save({"w": torch.zeros(2)}, tmp_path / "c")
+    assert torch.equal(ds.load(tmp_path / "c")["w"], torch.zeros(2))
 
 
 def test_a_save_to_a_url_is_refused() -> None:

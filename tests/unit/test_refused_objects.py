@@ -95,6 +95,35 @@ def test_a_corrupt_tensor_in_an_object_is_damage_even_where_all_objects_are_trus
     assert len(verdict.faults) == 1 and not verdict.notes
 
 
+SHARED = torch.ones(2)
+
+
+class Raises:
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error("no pickle")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (
+            [SHARED, SHARED.view(torch.int32)],
+            "RuntimeError: Cannot save multiple tensors or storages that view",
+        ),
+        (Raises(RuntimeError), "RuntimeError: no pickle"),
+        (Raises(ValueError), "ValueError: no pickle"),
+        (Raises(KeyError), "KeyError: 'no pickle'"),
+    ],
+    ids=["views", "RuntimeError", "ValueError", "KeyError"],
+)
+def test_an_object_that_torch_cannot_save_is_named(value: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(SaveFailedError, match=rf"'a\.b' was not saved, as it cannot be pickled: {reason}"):
+        ds.save({"a": {"b": value}}, tmp_path)
+
+
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("trust", [False, True])
 def test_a_part_of_a_tensor_is_no_object(trust: bool, tmp_path: Path) -> None:

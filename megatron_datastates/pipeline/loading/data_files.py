@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_footer
-from megatron_datastates.errors import CorruptDataError, FormatError, StorageError
+from megatron_datastates.errors import CorruptDataError, FormatError, MismatchError, StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index
@@ -115,8 +115,16 @@ class DataFiles:
 
         Args:
             reader: with memory from an earlier read of the same load.
+
+        Raises:
+            MismatchError: what torch allocated for them is no memory.
         """
         items = list(scheduled)
+        if any(not item.address and item.bytes for item in items):  # native code would write to address 0
+            raise MismatchError(
+                f"{self.directory} was not read: there is no memory to read it into, as torch makes only "
+                "fake tensors: load outside of any FakeTensorMode"
+            )
         plain = [item for item in items if isinstance(item.reads, BoxReads)]
         framed = [item for item in items if isinstance(item.reads, FramedBox)]
         if framed:

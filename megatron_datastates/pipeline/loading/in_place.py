@@ -53,6 +53,11 @@ def require_memory(key: str, target: torch.Tensor) -> None:
             f"tensor {key!r}: the target ends beyond its storage of {found} bytes: that was resized, as "
             "where a tensor is offloaded; bring it back before the load"
         )
+    if target.numel() and not target.data_ptr():  # native code would write to that address
+        raise MismatchError(
+            f"tensor {key!r}: the target wraps another tensor, and has no memory of its own to fill: pass "
+            "one that has"
+        )
 
 
 def fits_in_place(target: torch.Tensor, encoded: bool) -> bool:

@@ -17,7 +17,13 @@ import time
 from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import DataStatesError, ProviderError, UnsafeObjectError, raise_from
+from megatron_datastates.errors import (
+    DataStatesError,
+    ProviderError,
+    UnsafeObjectError,
+    is_lack_of_memory,
+    raise_from,
+)
 from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.flag import Flag
 from megatron_datastates.format.manifest import ProviderEntry
@@ -37,8 +43,11 @@ from megatron_datastates.providers.collect import Collected, Empty, ProviderEntr
 from megatron_datastates.providers.objects import ObjectSource, check_pickle, nothing
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
-# What torch.save raises.
-_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError, NotImplementedError)
+# What torch.save raises, and what `__reduce__` of a class may, beside a plain RuntimeError.
+_UNPICKLABLE = (
+    *(pickle.PicklingError, TypeError, AttributeError, ValueError, LookupError),
+    *(RecursionError, NotImplementedError),
+)
 _MOST_EMPTY = 1000  # objects written at once
 _SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
@@ -281,12 +290,18 @@ class Tail:
 def _with_key(error: Exception, key: str, source: TailSource) -> Exception:
     """Returns the error of writing an entry, with the key of an object that no pickle can hold."""
     source = getattr(source, "source", source)  # that is encoded
-    if type(source) is not ObjectSource or not isinstance(error, _UNPICKLABLE):
+    if type(source) is not ObjectSource or not _is_unpicklable(error):
         return error
     return UnsafeObjectError(
         f"object {key!r} was not saved, as it cannot be pickled: {type(error).__name__}: {error}. "
         "Store plain data instead, such as its state_dict()"
     )
+
+
+def _is_unpicklable(error: Exception) -> bool:
+    # Errors of a device, and lack of its memory, are classes derived from RuntimeError.
+    known = isinstance(error, _UNPICKLABLE) or type(error) is RuntimeError
+    return known and not isinstance(error, DataStatesError) and not is_lack_of_memory(error)
 
 
 def _too_large(key: str, size: int) -> DataStatesError:
