@@ -146,6 +146,12 @@ class Call(Generic[T]):
             del self  # the frames of an error would keep it, and it keeps the error
         is_made.set()
 
+    def drop(self) -> None:
+        """Gives up a call that nobody has begun, and its arguments: `result` raises EngineError."""
+        del self._function
+        self._error = EngineError("a call was not made, since one before it failed or was interrupted")
+        self._is_made.set()
+
     def done(self) -> bool:
         """Returns whether `result` need not wait."""
         return self._is_made.is_set() or (self._pool is not None and self._pool.has_lost_threads)
@@ -191,11 +197,14 @@ class ThreadPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            with self._lock:
-                self._waiting.clear()
+            self._drop_waiting()
         if error is None or isinstance(error, Exception):
-            for thread in self._threads:
-                thread.join()
+            try:
+                for thread in self._threads:
+                    thread.join()
+            except BaseException:  # an interrupt, of this wait
+                self._drop_waiting()
+                raise
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Call[T]:
         """Has a call made, after those that wait already."""
@@ -223,6 +232,11 @@ class ThreadPool:
     def has_lost_threads(self) -> bool:
         """Whether a thread is lost (BackgroundThread.is_lost), perhaps with a call."""
         return any(thread.is_lost for thread in self._threads)
+
+    def _drop_waiting(self) -> None:
+        with self._lock:
+            while self._waiting:
+                self._waiting.popleft().drop()
 
     def _start_thread(self) -> bool:
         thread = BackgroundThread(self._make_calls)

@@ -168,7 +168,7 @@ class DataStatesWriter(StorageWriter):
             external_rank_saver_for(self._options).publish(publication, contributions, extras)
         except Exception:
             if not publication.keeps_files:
-                publication.save.cancel_and_remove("the save was not published")
+                publication.remove("the save was not published")
             raise
 
     def __getstate__(self) -> dict[str, Any]:

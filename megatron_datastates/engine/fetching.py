@@ -95,6 +95,7 @@ class _Held:
         native.close_in_forked_child(self._descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
         self.close = weakref.finalize(self, _close, self._descriptor, os.getpid())
+        self.close.atexit = False  # a thread may write yet, and another file get the number
 
     def write(self, data: bytes, offset: int) -> None:
         view = memoryview(data)

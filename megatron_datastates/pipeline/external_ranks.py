@@ -57,7 +57,7 @@ class ExternalRankSaver(Saver):
             The save: its `contribution` is for the coordinator, which calls `publish`.
 
         Raises:
-            SaveFailedError: this rank failed. Its file was removed.
+            SaveFailedError: this rank failed. Its file was removed, unless storage takes too long for that.
         """
         save = RankSave(context, self.options, awaited=True)
         ranks = _GivenRanks(context.rank, context.world_size)
@@ -76,7 +76,7 @@ class ExternalRankSaver(Saver):
             with self.session.turn.lock:
                 self._unfinished.remove(publication)
         if save.failure is not None:
-            save.cancel_and_remove(save.failure)
+            publication.remove(save.failure)
             raise SaveFailedError(
                 f"saving to {context.directory} failed on rank {context.rank}: {save.failure}. Nothing was "
                 "published; earlier checkpoints are as they were."

@@ -359,6 +359,11 @@ class Publication:
             raise cause
         raise SaveFailedError(self.error) from cause
 
+    def remove(self, reason: str) -> None:
+        """Cancels a save that nobody will publish, and removes its files by then, as `wait` does."""
+        self.save.cancel_and_remove(reason)
+        self.save.join(_REMOVAL_SECONDS)
+
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""
         return self.save.join(seconds) and self.publisher.join(seconds)

@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 import megatron_datastates as ds
 from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
 from megatron_datastates.dcp.facts import Facts
+from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -343,6 +346,24 @@ class Annotating(dcp.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
         plans, metadata = super().create_global_plan(all_plans)
         return plans, dataclasses.replace(metadata, planner_data=Stranger())
+
+
+@pytest.mark.parametrize(("planner", "faults"), [(Annotating, ""), (None, "sync:1:ENOSPC")])
+def test_the_file_of_a_failed_save_is_gone_before_its_error_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Callable[[], Any] | None, faults: str
+) -> None:
+    """The program may end then, and its threads with it."""
+    remove = FileSave.remove
+
+    def remove_late(file: FileSave) -> None:
+        time.sleep(0.3)
+        remove(file)
+
+    monkeypatch.setattr(FileSave, "remove", remove_late)
+    monkeypatch.setenv("MEGATRON_DATASTATES_FAULTS", faults)
+    with pytest.raises(CheckpointException):
+        save({"w": torch.ones(3), "n": 1}, tmp_path, planner=planner and planner())
+    assert not data_files(tmp_path)
 
 
 def test_a_planners_own_data_have_to_be_plain(tmp_path: Path) -> None:

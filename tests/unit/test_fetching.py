@@ -7,6 +7,7 @@ import dataclasses
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -137,3 +138,44 @@ def test_a_forked_child_closes_no_other_file() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     held.close()
     assert open_files(Path("/memfd:datastates-window")) == []
+
+
+ENDS = """
+import atexit, os, sys
+
+def end():  # after what the imported modules do
+    descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+    may_go_on.set()
+    assert pool._threads[0].join(60) and os.fstat(descriptor).st_size == 0
+    print("ended")
+
+atexit.register(end)
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from megatron_datastates.engine import fetching
+
+asked, may_go_on = threading.Event(), threading.Event()
+
+def read(path, begin, count):
+    asked.set()
+    may_go_on.wait()
+    return bytes(count)
+
+fetching.stores.read = read
+with fetching.ThreadPool(1) as pool:
+    pool.submit(fetching._fetch, Path("object"), 10, SimpleNamespace(pieces=[(0, 10)]))
+    asked.wait()
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupted_fetch_writes_to_no_file_that_the_program_opens_as_it_ends(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout == "ended\n" and (tmp_path / "file").read_bytes() == b"", ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import subprocess
 import sys
@@ -136,6 +137,38 @@ def test_without_threads_no_call_is_kept_for_the_life_of_the_pool(started):
         del buffer
         gc.collect()
         assert kept() is None
+
+
+def test_a_call_that_is_not_made_keeps_no_argument_and_its_result_is_an_error():
+    """After an error of a call before it. The error's frames keep the calls, and arguments may be buffers."""
+
+    class Buffer:
+        pass
+
+    go_on, buffer = threading.Event(), Buffer()
+    kept = weakref.ref(buffer)
+    with pytest.raises(ZeroDivisionError), ThreadPool(1) as pool:
+        pool.submit(go_on.wait, 60)
+        left = pool.submit(id, buffer)
+        del buffer
+        threading.Timer(0.05, go_on.set).start()
+        raise ZeroDivisionError
+    asked = BackgroundThread(lambda: error_of(left.result))
+    assert kept() is None
+    asked.start()
+    assert asked.join(60) and not asked.is_lost
+    assert isinstance(error_of(left.result), EngineError)
+
+
+def test_an_interrupt_of_the_wait_at_its_end_leaves_what_waits_unmade():
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+    with pytest.raises(KeyboardInterrupt), ThreadPool(1) as pool:
+        pool.submit(held_up, begun, go_on)
+        pool.submit(calls.append, 1)
+        assert begun.wait(60)
+        threading.Timer(0.2, _thread.interrupt_main).start()
+    go_on.set()
+    assert all(thread.join(60) for thread in pool._threads) and not calls
 
 
 def test_a_thread_that_dies_at_its_start_is_an_error(monkeypatch):

@@ -267,7 +267,7 @@ def are_equal(least: int, most: int) -> bool:
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns every rank's value, in the order of the group's ranks. Pickles them; see also `share`."""
+    """Returns every rank's value, in the order of the group's ranks. Pickles them, as `gather_values`."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
