@@ -17,6 +17,7 @@ from saving_rank import (
     failure_of,
     join,
     make_directory,
+    names_left,
     report,
     save,
     set_faults,
@@ -49,7 +50,7 @@ def fail_then_recover(root: str, mode: str, plan: str, failing_rank: int, folder
     clear_faults()
     error = failure_of(lambda: save(bad, state(2), faulty, mode))
     torch.distributed.barrier()
-    left = sorted(os.listdir(bad))
+    left = names_left(bad)
     assert_loads(good, 1)
     save(bad, state(3), DataStatesSaveStrategy(), mode)
     assert_loads(bad, 3)
@@ -63,9 +64,7 @@ def save_to_directories_of_their_own(root: str, mode: str, folder: str) -> None:
     own.mkdir()
     strategy = DataStatesSaveStrategy()
     error = failure_of(lambda: save(own, state(1), strategy, mode))
-    report(
-        folder, error=error, left=sorted(name for name in os.listdir(own) if not name.startswith("index-"))
-    )
+    report(folder, error=error, left=[name for name in names_left(own) if not name.startswith("index-")])
 
 
 def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
@@ -80,7 +79,7 @@ def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
         ctypes.memset(sharded["weight"].data.data_ptr(), 7, sharded["weight"].data.nbytes)
     error = failure_of(request.execute_sync)
     torch.distributed.barrier()
-    left = sorted(os.listdir(bad))
+    left = names_left(bad)
     save(bad, state(3), slow, "async")
     assert_loads(bad, 3)
     report(folder, error=error, left=left, after=sorted(os.listdir(bad)))
@@ -99,7 +98,7 @@ def fail_while_classifying(root: str, folder: str) -> None:
     join()
     bad = Path(root, "bad")
     error = failure_of(lambda: save(bad, state(1), Unprovable(), "async"))
-    report(folder, error=error, left=sorted(os.listdir(bad)))
+    report(folder, error=error, left=names_left(bad))
 
 
 def fail_with_finalize_functions_taken_over(root: str, folder: str) -> None:
@@ -120,7 +119,7 @@ def fail_with_finalize_functions_taken_over(root: str, folder: str) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
     for function in moved:
         function()
-    report(folder, moved=len(moved), called=called, left=sorted(os.listdir(bad)))
+    report(folder, moved=len(moved), called=called, left=names_left(bad))
 
 
 def save_behind_one_that_hangs(root: str, on_failure: str, folder: str) -> None:
@@ -165,7 +164,7 @@ def fail_with_a_bad_object(root: str, kind: str, failing_rank: int, folder: str)
     payload = BAD_OBJECTS[kind] if rank == failing_rank else "fine"
     sharded["own"] = ShardedObject("own", payload, (ranks,), (rank,))
     error = failure_of(lambda: save(directory, sharded, DataStatesSaveStrategy(), "async"))
-    report(folder, error=error, left=sorted(os.listdir(directory)))
+    report(folder, error=error, left=names_left(directory))
 
 
 def save_with_a_hole(root: str, folder: str) -> None:

@@ -37,7 +37,8 @@ def forge() -> Iterator[RankForge]:
 def mend_configuration(root: Path, iteration: int) -> None:
     """Does what docs/frameworks.md says: Bridge names an iteration before it writes its run_config.yaml."""
     there, before = (root / f"iter_{number:07d}" / "run_config.yaml" for number in (iteration, iteration - 2))
-    if not there.exists() or not there.read_text().strip():
+    lines = there.read_text().count("\n") if there.exists() else 0
+    if lines < before.read_text().count("\n"):  # it was killed before it wrote that, or while it did
         shutil.copy(before, there)
 
 

@@ -1,6 +1,5 @@
 """Ranks of test_device_agreement.py."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from late_device import LateDevice
-from saving_rank import join, report
+from saving_rank import join, names_left, report
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.pipeline.loading.load import Checkpoint
@@ -153,8 +152,7 @@ def options_with(faults: str, rank: int) -> Options:
 
 
 def listed(root: str) -> list[str]:
-    dist.barrier()
-    return sorted(os.listdir(Path(root, "bad")))
+    return names_left(Path(root, "bad"))
 
 
 def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: bool, folder: str) -> None:

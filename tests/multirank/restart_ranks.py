@@ -6,7 +6,17 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, report, save, state, wait_for
+from saving_rank import (
+    MCORE_QUEUE,
+    assert_loads,
+    join,
+    make_directory,
+    names_left,
+    report,
+    save,
+    state,
+    wait_for,
+)
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -50,7 +60,7 @@ def abort_and_begin_anew(root: str, folder: str) -> None:
     report(
         folder,
         left=left,
-        torn=sorted(os.listdir(torn)),
+        torn=names_left(torn),
         runs=[Checkpoint.open(path).manifest.run_id for path in (whole, later)],
         ordinals=[Checkpoint.open(path).manifest.ordinal for path in (whole, later)],
     )

@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from megatron_datastates.pipeline.saver_pool import directories_at_work
+
 ROWS, COLUMNS = 6, 50_000  # of one rank's shard: 1.2 MB
 # Asks for requests that AsyncCallsQueue accepts; before 0.17 there was no other kind.
 _CHOICE = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
@@ -84,6 +86,15 @@ def save(directory: Path, sharded: dict[str, Any], strategy: Any, mode: str) -> 
         while queue.get_num_unfinalized_calls():
             queue.maybe_finalize_async_calls(blocking=False)
             time.sleep(0.005)
+
+
+def names_left(directory: Path) -> list[str]:
+    """Returns what a directory holds once no rank's thread removes files of failed saves. Collective."""
+    deadline = time.monotonic() + 30.0
+    while directories_at_work() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    return sorted(os.listdir(directory))
 
 
 def wait_for(path: Path) -> None:

@@ -28,6 +28,7 @@ CLEAR = re.compile(
     r"is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint"
     r"|was replaced by another save|ranks have opened different checkpoints"
     r"|is not a distributed checkpoint|No such file|is being removed|cannot be listed|does not exist"
+    r"|was removed while it was checked"
 )
 Look = Callable[[Path, list[tuple[int, str]]], judging.Outcome]
 
