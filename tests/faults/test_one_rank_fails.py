@@ -126,8 +126,9 @@ def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(
 ) -> None:
     reports = world.run("fault_ranks:fail_with_a_bad_object", tmp_path, "unpicklable", 1, ranks=ranks)
     assert len({each["error"] for each in reports}) == 1
-    assert f"rank 1: object 'own/shard_1_{ranks}' was not saved, as it cannot be pickled" in reports[0]["error"]
-    assert "RuntimeError: this object cannot be pickled" in reports[0]["error"]
+    error = reports[0]["error"]
+    assert f"rank 1: object 'own/shard_1_{ranks}' was not saved, as it cannot be pickled" in error
+    assert "RuntimeError: this object cannot be pickled" in error
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
