@@ -147,7 +147,7 @@ class Call(Generic[T]):
         is_made.set()
 
     def drop(self) -> None:
-        """Gives up a call that nobody has begun, and its arguments: `result` raises EngineError."""
+        """Ends a call that nobody has begun, and frees its arguments: `result` raises EngineError."""
         del self._function
         self._error = EngineError("a call was not made, since one before it failed or was interrupted")
         self._is_made.set()
