@@ -48,7 +48,7 @@ from megatron_datastates.pipeline.publishing.layouts import LayoutStore
 from megatron_datastates.pipeline.publishing.polls import Flags, Polls
 from megatron_datastates.pipeline.saving.held import trainer_held
 from megatron_datastates.pipeline.saving.milestones import State
-from megatron_datastates.pipeline.saving.rank_save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import REMOVAL_SECONDS, RankSave
 from megatron_datastates.pipeline.saving.records import (
     RankContribution,
     Records,
@@ -59,7 +59,6 @@ from megatron_datastates.pipeline.saving.records import (
 # Between two polls of a trainer that waits. Each is a sum over all ranks: as long as a write lasts, they must
 # neither crowd the network nor fill NCCL's record of recent calls.
 _LEAST_POLL_SECONDS, _POLL_SHARE, _MOST_POLL_SECONDS = 0.002, 0.02, 0.05
-_REMOVAL_SECONDS = 5.0
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
 _UNKNOWN = "`datastates ls` shows whether it was published; its files were kept."
@@ -172,7 +171,7 @@ class Publication:
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it.
 
-        The files of a failed save are removed by then, unless storage takes longer than _REMOVAL_SECONDS.
+        The files of a failed save are removed by then, unless storage takes longer than REMOVAL_SECONDS.
         """
         self.postponement.is_awaited = True
         began, was_publishing = time.monotonic(), self._publishing
@@ -182,7 +181,7 @@ class Publication:
             waited = time.monotonic() - began
             time.sleep(min(max(_LEAST_POLL_SECONDS, waited * _POLL_SHARE), _MOST_POLL_SECONDS))
         if self.outcome is Outcome.FAILED:
-            self.save.join(_REMOVAL_SECONDS)
+            self.save.join(REMOVAL_SECONDS)
         return self.outcome
 
     @property
@@ -362,7 +361,7 @@ class Publication:
     def remove(self, reason: str) -> None:
         """Cancels a save that nobody will publish, and removes its files by then, as `wait` does."""
         self.save.cancel_and_remove(reason)
-        self.save.join(_REMOVAL_SECONDS)
+        self.save.join(REMOVAL_SECONDS)
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits until the threads of a save that is over have ended; returns False if one takes longer."""

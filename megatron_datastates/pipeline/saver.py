@@ -30,7 +30,7 @@ from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.saving.links import Link
 from megatron_datastates.pipeline.saving.milestones import SaveContext, State
 from megatron_datastates.pipeline.saving.plans import Memory, StatePlan, tail_items
-from megatron_datastates.pipeline.saving.rank_save import RankSave
+from megatron_datastates.pipeline.saving.rank_save import REMOVAL_SECONDS, RankSave
 from megatron_datastates.pipeline.saving.unplanned import with_key
 from megatron_datastates.pipeline.saving.warm_up import AtFirstFences
 from megatron_datastates.pipeline.session import SaveSession
@@ -166,7 +166,7 @@ class Saver:
         except BaseException as error:
             save.fail(error)  # polls of later saves end this one
             if is_interrupt(error):
-                save.cancel_and_remove(f"interrupted by {type(error).__name__}")
+                save.cancel_and_remove(f"interrupted by {type(error).__name__}", patience=REMOVAL_SECONDS)
                 raise
         finally:
             self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]

@@ -229,7 +229,7 @@ def test_a_stream_that_waits_for_ever_does_not_keep_the_program_from_ending(tmp_
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "still writes an object or a stream and is abandoned" in ended.stderr
+    assert "a state provider still writes an object or a stream" in ended.stderr
 
 
 def test_buffers_that_an_earlier_save_has_consumed_fail_the_save(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -161,13 +162,17 @@ def test_a_call_that_is_not_made_keeps_no_argument_and_its_result_is_an_error():
 
 
 def test_an_interrupt_of_the_wait_at_its_end_leaves_what_waits_unmade():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs with &
     begun, go_on, calls = threading.Event(), threading.Event(), []
-    with pytest.raises(KeyboardInterrupt), ThreadPool(1) as pool:
-        pool.submit(held_up, begun, go_on)
-        pool.submit(calls.append, 1)
-        assert begun.wait(60)
-        threading.Timer(0.2, _thread.interrupt_main).start()
-    go_on.set()
+    try:
+        with pytest.raises(KeyboardInterrupt), ThreadPool(1) as pool:
+            pool.submit(held_up, begun, go_on)
+            pool.submit(calls.append, 1)
+            assert begun.wait(60)
+            threading.Timer(0.2, _thread.interrupt_main).start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        go_on.set()
     assert all(thread.join(60) for thread in pool._threads) and not calls
 
 

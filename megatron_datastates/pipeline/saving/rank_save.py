@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _AWAITED_SECONDS = 0.01
 _DROPPING_SECONDS, _LOOK_SECONDS = 1.0, 0.005
+REMOVAL_SECONDS = 5.0  # how long those who wait anyway wait for the removal of a failed save's files
 
 
 class RankSave:
@@ -125,7 +126,7 @@ class RankSave:
                 self.tail.drop_sources()
             self._cancel(self.failure or "")  # an error may have no text
             if is_interrupt(error):  # nobody will poll this save
-                self.cancel_and_remove(f"interrupted by {type(error).__name__}")
+                self.cancel_and_remove(f"interrupted by {type(error).__name__}", patience=REMOVAL_SECONDS)
                 raise
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory, link: Link | None) -> None:
@@ -322,12 +323,15 @@ class RankSave:
             self.advance()
         self.advance()
 
-    def cancel_and_remove(self, reason: str, *, failed_elsewhere: bool = False) -> None:
+    def cancel_and_remove(
+        self, reason: str, *, failed_elsewhere: bool = False, patience: float = 0.0
+    ) -> None:
         """Cancels the save and removes its files. Only valid while no manifest can name them.
 
         Args:
             failed_elsewhere: ranks have agreed on that. This rank does not log it as an error of its own:
                 rank 0 logs which ranks failed, and why.
+            patience: seconds to wait at most for the removal, if nothing else of the save is at work.
         """
         self._failed_elsewhere |= failed_elsewhere
         # Order: the finishing thread reads _removal_wanted after it has set _durable, so one of the two
@@ -340,6 +344,7 @@ class RankSave:
         self._cancel(reason)
         if self.is_durable or self._finisher is None:
             self._remove_beside_trainer()
+            self.join(patience)
 
     def _remove_beside_trainer(self) -> None:
         # Storage may hang in this call, too, and the trainer is in a poll, or its program ends.
