@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.strides import footprint_elements
@@ -80,26 +79,25 @@ def line_of(entry: TensorEntry, key: str) -> TensorEntry:
         raise FormatError(f"tensor {key!r} has {len(entry.global_shape)} dimensions, and a bucket has one")
     held = np.flatnonzero(entry.shapes[:, 0] > 0)
     line = entry.take(held[np.argsort(entry.offsets[held, 0], kind="stable")])
-    starts, ends = _bounds(line)
-    overlaps = starts[1:] < ends[:-1]
+    starts = line.offsets[:, 0]
+    overlaps = starts[1:] < starts[:-1] + line.shapes[:-1, 0]
     if overlaps.any():
         element = int(starts[1:][overlaps.argmax()])
         raise FormatError(f"tensor {key!r}: two fragments both hold the element at {element}")
     return line
 
 
-def _bounds(line: TensorEntry) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns where the fragments of a line begin and end."""
-    return line.offsets[:, 0], line.offsets[:, 0] + line.shapes[:, 0]
-
-
 def fragment_at(line: TensorEntry, element: int, key: str) -> int:
     """Returns the number of the fragment of a line with this element. Raises FormatError for a hole."""
-    starts, ends = _bounds(line)
-    found = int(np.searchsorted(starts, element, side="right")) - 1
-    if found < 0 or element >= ends[found]:
+    found = _last_before(line, element)
+    if found < 0 or element >= line.offsets[found, 0] + line.shapes[found, 0]:
         raise _hole(key, element)
     return found
+
+
+def _last_before(line: TensorEntry, element: int) -> int:
+    """Returns the number of the last fragment that begins at an element or before it; -1 if there is none."""
+    return int(np.searchsorted(line.offsets[:, 0], element, side="right")) - 1
 
 
 def _hole(key: str, element: int) -> FormatError:
@@ -129,18 +127,19 @@ def plan_strided(
     """
     order = sorted(range(len(shape)), key=lambda d: strides[d], reverse=True)  # windows of frames are cut so
     shape, strides, target_strides = ([sizes[d] for d in order] for sizes in (shape, strides, target_strides))
-    (starts, ends), item = _bounds(line), element_bytes(line.dtype)
-    end = begin + footprint_elements(shape, strides)
-    here = range(int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(starts, end)))
+    item, end = element_bytes(line.dtype), begin + footprint_elements(shape, strides)
+    here = range(max(_last_before(line, begin), 0), _last_before(line, end - 1) + 1)
     reads: list[BoxReads | FramedBox] = []
     missing = math.prod(shape)
     for fragment in here:
-        low, high = int(starts[fragment]) - begin, int(ends[fragment]) - begin
+        low = int(line.offsets[fragment, 0]) - begin
+        high = low + int(line.shapes[fragment, 0])
         for offset, lengths in boxes_in_range(shape, strides, low, high):
             first, to = _place(offset, strides) - low, target + item * _place(offset, target_strides)
             reads.append(plan_elements(line, fragment, first, lengths, strides, target_strides, to))
             missing -= math.prod(lengths)
     if missing:
+        starts, ends = line.offsets[:, 0], line.offsets[:, 0] + line.shapes[:, 0]
         gaps = zip([begin, *ends.tolist()], [*starts.tolist(), end], strict=True)
         holes = (boxes_in_range(shape, strides, low - begin, high - begin) for low, high in gaps)
         offset, _ = next(itertools.chain.from_iterable(holes))
