@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -566,6 +567,30 @@ def test_a_file_is_downloaded_in_pieces(served: tuple[Server, Path, SaveId]) -> 
     server.withdraw(save_id)
     with pytest.raises(OSError, match="404"):
         next(download(endpoint, save_id, name, 256_000, memoryview(buffer)))
+
+
+def test_a_serving_thread_that_has_died_is_replaced_for_the_next_save(
+    served: tuple[Server, Path, SaveId], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, folder, save_id = served
+
+    def die(self: Any) -> Any:
+        raise MemoryError
+
+    own, name = Replicas(OPTIONS, Faults("")), save_id.data_file_name(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda unraisable: None)
+        patch.setattr(serving._HttpServer, "get_request", die)
+        own.offer(save_id, folder)
+        assert own._server is not None
+        assert own._server._thread.join(60)
+    endpoint = Endpoint.decode(own.offer(save_id, folder))
+    assert endpoint is not None
+    assert sum(download(endpoint, save_id, name, 256_000, memoryview(bytearray(100_000)))) == 256_000
+    assert "the thread that serves this rank's files to other nodes has ended" in caplog.text
+    own.offer(save_id, folder)
+    assert len(caplog.records) == 1
+    own.close()
 
 
 def test_a_download_is_given_up_once_its_save_is_over(
