@@ -21,6 +21,7 @@ from megatron_datastates.option_text import (
     ON_OR_OFF,
     one_of,
     parse_bytes,
+    parse_file,
     parse_functions,
     parse_local_directory,
     parse_on_off,
@@ -309,7 +310,7 @@ class Options:
     )
     report_file: str = _option(
         "",
-        str,
+        parse_file,
         "PATH",
         "rank 0 appends one line of JSON to this file for each save, each load and what near tiers do "
         "(default: no file)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 
 from megatron_datastates.files import is_object, path_of
 
@@ -79,6 +80,14 @@ def parse_local_directory(text: str) -> str:
     if text and is_object(path_of(text)):
         raise ValueError("expected a directory of a file system")
     return text
+
+
+def parse_file(text: str) -> str:
+    """Reads the path of a file. A relative one is of the working directory of now: it may change."""
+    try:
+        return str(Path(text).absolute()) if text else ""
+    except OSError:  # the working directory was removed
+        return text
 
 
 def parse_functions(text: str) -> str:

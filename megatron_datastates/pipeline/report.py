@@ -315,7 +315,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "published_ms": None
         if publication.publisher.published_at is None
         else milliseconds(publication.publisher.published_at - save.started_at),
-        "prepared": publication.is_prepared,
+        "prepared": publication.is_prepared if publication.is_of_training else None,
         "not_prepared_because": publication.not_prepared_because or None,
         "saves_before": save.saves_before,
         "slot_wait_ms": milliseconds(times["slot_wait"]),

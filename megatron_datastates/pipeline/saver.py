@@ -404,7 +404,7 @@ def _plain(iteration: Any) -> Any:
 def _check_iteration(iteration: Any) -> None:
     is_number = isinstance(iteration, int) and not isinstance(iteration, bool)
     if iteration is not None and not (is_number and 0 <= iteration < 1 << 63):
-        raise OptionError(f"iteration={iteration!r}: expected a whole number from 0 on, or None")
+        raise OptionError(f"iteration={iteration!r}: expected a whole number from 0 to 2**63 - 1, or None")
 
 
 def _refuse_without_near(context: SaveContext) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
+from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 
@@ -17,7 +18,7 @@ class StreamSource:
     Attributes:
         key: name of the stream, relative to the provider's name.
         writer: called once with a function that appends a buffer to the stream. The buffer may be reused as
-            soon as that function has returned.
+            soon as that function has returned. It has written all when it returns: it is no generator.
         mutability: how long `writer` writes the same bytes. NOW: it is called before the save returns;
             AT_FENCE: on another thread, and the next fence waits until it returns; NEVER: on another thread.
     """
@@ -52,5 +53,15 @@ class StreamSource:
         """Returns None: the size of a copy is unknown."""
 
     def write(self, write: Write) -> None:
-        """Calls the writer. Raises what it raises."""
-        self.writer(write)
+        """Calls the writer.
+
+        Raises what it raises, and MismatchError if it returned what has yet to run, such as a generator.
+        """
+        returned = self.writer(write)
+        if isinstance(returned, Iterator | Awaitable | AsyncIterator):
+            raise MismatchError(
+                f"the writer of stream {self.key!r} returned a {type(returned).__name__}, which has yet to "
+                "run: expected all bytes to be written when it returns. Let it call the function that it is "
+                "passed, without yield or async; buffers that a generator yields are for "
+                "StreamSource.from_buffers"
+            )

@@ -310,11 +310,11 @@ def _page_lock(saves: Sequence[Save]) -> Advice | None:
 
 
 def _not_prepared(saves: Sequence[Save]) -> Advice | None:
-    regular = usual(saves)
-    anew = [save for save in regular if save.prepared is False]
+    regular = [save for save in usual(saves) if save.prepared is not None]
+    anew = [save for save in regular if not save.prepared]
     reused = [save.held_ms for save in regular if save.prepared]
     reasons = [save.not_prepared_because for save in anew if save.not_prepared_because]
-    if not anew or not (reused or reasons):  # off, or a loop of the program's own
+    if not anew or not (reused or reasons):  # off
         return None
     cost = f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}"
     cost += f", the others for {milliseconds(median(reused))}. " if reused else ". "

@@ -87,7 +87,7 @@ class Save(msgspec.Struct, frozen=True, tag_field="event", tag="save", rename={"
     page_locked_bytes: Whole = 0
     staging_trouble: str = ""
     confirmed_ms: Number | None = None  # until its footer could be written; None: not reported
-    prepared: bool | None = None  # whether it reused what the last save had prepared
+    prepared: bool | None = None  # whether it reused what the last one had prepared; None: no save there can
     not_prepared_because: str | None = None  # None also if the reason is not known
     far_ms: Number | None = None  # until it was published in --save, if a near tier had it first
     copies: Copies | None = None  # what the reporting rank copied from other nodes to its near tier

@@ -428,6 +428,23 @@ def shards_that_a_rank_lacks(folder: str) -> None:
     report(folder, offsets=sorted(list(chunk.offsets) for chunk in found.values()))
 
 
+def shards_of_a_group_that_a_rank_lacks(folder: str) -> None:
+    """Of four ranks, two share rows of a grid's first column; the second has no tensor of them."""
+    from megatron_datastates.mcore.training.fsdp_shards import chunks_of
+
+    rank, _ = join()
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    whole = {"run_check": False, "shape": torch.Size([4, 2]), "stride": (2, 1)}
+    state = {"w": DTensor.from_local(torch.zeros(1, 2), line, [Shard(0)], **whole)}
+    if rank != 2:
+        state["v"] = DTensor.from_local(torch.zeros(2, 2), grid, [Shard(0), Replicate()], **whole)
+    try:
+        found: Any = [list(chunk.offsets) for chunk in chunks_of(state).values()]
+    except RuntimeError as error:
+        found = str(error)
+    report(folder, found=found)
+
+
 def shards_of_several_groups(folder: str) -> None:
     """One of four ranks has a tensor more, so that it sees the two groups in another order."""
     from megatron_datastates.mcore.training.fsdp_shards import chunks_of
@@ -452,8 +469,9 @@ def shards_in_later_calls(folder: str) -> None:
     gathered: list[bytes] = []
     agreed: list[int] = []
 
-    def gather_objects(value: bytes, group: dist.ProcessGroup) -> list[Any]:
-        gathered.append(value)
+    def gather_objects(value: bytes, group: dist.ProcessGroup | None = None) -> list[Any]:
+        if group is not None:  # not the world, in which ranks compare their groups
+            gathered.append(value)
         return original(value, group)
 
     def max_now(values: list[int]) -> list[int]:

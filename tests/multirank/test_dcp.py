@@ -110,6 +110,13 @@ def test_a_rank_that_lacks_a_tensor_has_an_empty_shard_of_it(world: World) -> No
     assert [found["offsets"] for found in reports] == [[[0, 0]] * 2, [[2, 0]], [[2, 0]] * 2]
 
 
+def test_a_rank_without_any_tensor_of_a_group_fails_all_ranks(world: World) -> None:
+    """The others would wait for it in the group's call."""
+    reports = world.run("dcp_ranks:shards_of_a_group_that_a_rank_lacks", ranks=4)
+    expected = "of the 2 ranks that share tensors of Megatron-FSDP's, only 1 have any of them (rank 0): "
+    assert all(str(found["found"]).startswith(expected) for found in reports), reports
+
+
 def test_ranks_that_see_their_groups_in_different_orders_do_not_wait_for_each_other(world: World) -> None:
     reports = world.run("dcp_ranks:shards_of_several_groups", ranks=4)
     assert [found["offsets"] for found in reports] == [[[2 * (rank % 2), 0], [rank, 0]] for rank in range(4)]

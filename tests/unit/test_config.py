@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_datastates.config import ENVIRONMENT_PREFIX, GIB, KIB, MIB, Options
 from megatron_datastates.errors import OptionError
 from megatron_datastates.option_text import parse_bytes
+from megatron_datastates.pipeline.report import Reporter
 
 # Option -> (text, value) that differs from the default.
 SETTINGS = {
@@ -206,12 +207,34 @@ def test_every_options_help_states_its_default():
         ("staging_memory", 0, 0),
         ("staging_memory", 0.0, 0),
         ("fence_deadline", 5, 5.0),
-        ("report_file", Path("a/b"), "a/b"),
+        ("report_file", Path("/a/b"), "/a/b"),
     ],
 )
 def test_a_program_may_give_values_or_text(name: str, given: object, wanted: object) -> None:
     found = getattr(Options.from_environment({name: given}, {}), name)
     assert (found, type(found)) == (wanted, type(wanted))
+
+
+def test_a_report_file_lies_where_the_program_was_when_it_gave_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = Options.from_environment({"report_file": "report.jsonl"}, {})
+    monkeypatch.chdir(elsewhere)
+    Reporter(options.report_file).write({"event": "of this test"})
+    assert [path.name for path in tmp_path.glob("**/*.jsonl")] == ["report.jsonl"]
+    assert (tmp_path / "report.jsonl").read_text()
+
+
+def test_a_report_file_of_a_removed_working_directory_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank may have lost its own, and must not fail alone: its reports are not written."""
+    (removed := tmp_path / "removed").mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    assert Options.from_environment({"report_file": "r"}, {}).report_file == "r"
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,7 @@ def test_an_iteration_that_no_load_accepts_is_refused_and_nothing_replaced(
     wrong: Any, tmp_path: Path
 ) -> None:
     directory = saved(tmp_path / "c", torch.arange(4.0))
-    with pytest.raises(SaveFailedError, match=r"iteration=.*expected a whole number from 0 on, or None"):
+    with pytest.raises(SaveFailedError, match=r"iteration=.*expected a whole number from 0 to 2\*\*63 - 1,"):
         ds.save({"w": torch.zeros(4)}, directory, iteration=wrong, **SMALL)
     assert ds.load(directory)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
 

@@ -78,6 +78,26 @@ def test_a_provider_that_stores_nothing_has_a_name_in_utf_8(tmp_path: Path) -> N
 # -- writers ----------------------------------------------------------------------------------------------
 
 
+def _generator(write: Callable[[Any], int]) -> Iterator[int]:
+    yield write(b"bytes")
+
+
+async def _coroutine(write: Callable[[Any], int]) -> None:
+    write(b"bytes")
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # that it was never awaited
+@pytest.mark.parametrize("writer", [_generator, _coroutine, lambda write: map(write, [b"bytes"])])
+@pytest.mark.parametrize("mutability", list(Mutability), **by_name)
+def test_a_writer_that_returns_before_it_runs_fails_the_save(
+    tmp_path: Path, writer: Callable[[Any], object], mutability: Mutability
+) -> None:
+    """Its stream would be stored empty."""
+    expected = r"'p' .* the writer of stream 's' returned a \w+, which has yet to run: .*from_buffers"
+    with pytest.raises(SaveFailedError, match=expected):
+        ds.save({"p": Yields(StreamSource("s", writer, mutability))}, tmp_path / "c")
+
+
 @pytest.mark.parametrize("compress", [0, 1])
 @pytest.mark.parametrize("mutability", list(Mutability), **by_name)
 def test_bytes_written_after_their_entry_was_over_fail_the_save(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +23,7 @@ import pytest
 
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -33,6 +36,7 @@ from megatron_datastates.pipeline.near.replicas import CopyTask, Replicas, copy_
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saving.records import ENDPOINT_BYTES, RankRecord, Records
+from megatron_datastates.threads import BackgroundThread
 from tests.support.programs import Programs
 from tests.support.waiting import PATIENCE_SECONDS, eventually
 from tests.unit.command import run
@@ -90,15 +94,18 @@ class Cluster:
     def recover(self, run: Path) -> tuple[int | None, str]:
         """Returns the iteration that was brought home, on all ranks, and what was said on rank 0."""
         said: list[str] = []
+        (iteration,) = {rank.result() for rank in self.ranks(run, said.append)}
+        return iteration, "\n".join(said)
+
+    def ranks(self, run: Path, notify: Callable[[str], None]) -> list[Future[int | None]]:
+        """Returns what the recovery has returned or raised on each rank."""
 
         def of_rank(rank: int) -> int | None:
             self._rank.value = rank
-            return recover_newest(run, dataclasses.replace(OPTIONS, near=str(self.roots[rank])), said.append)
+            return recover_newest(run, dataclasses.replace(OPTIONS, near=str(self.roots[rank])), notify)
 
         with ThreadPoolExecutor(len(self.roots)) as threads:
-            found = set(threads.map(of_rank, range(len(self.roots))))
-        (iteration,) = found
-        return iteration, "\n".join(said)
+            return [threads.submit(of_rank, rank) for rank in range(len(self.roots))]
 
 
 # -- what is copied --------------------------------------------------------------------------------------
@@ -537,6 +544,48 @@ def test_a_kill_in_the_middle_of_copying_leaves_the_save_to_the_next_job(
     nodes.check(3)
 
 
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "rank 1: cannot find out what to resume from"), (1, "could not be copied to .*: rank 1: ")],
+    ids=["of the look", "of the copy"],
+)
+def test_a_rank_whose_thread_is_lost_fails_the_recovery_on_all_ranks(
+    number: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for what it has seen, or copied."""
+    nodes = copying(tmp_path, faults=NEVER_FAR)
+    nodes.save(3)
+    abandon(nodes)
+    cluster, counts, start = Cluster(monkeypatch, nodes.roots), itertools.count(), BackgroundThread.start
+
+    def lose(thread: BackgroundThread) -> None:
+        if getattr(cluster._rank, "value", 0) == 1 and next(counts) == number:
+            thread._run = id  # type: ignore[assignment, method-assign]  # takes the arguments, and returns
+        start(thread)
+
+    monkeypatch.setattr(BackgroundThread, "start", lose)
+    errors = [rank.exception() for rank in cluster.ranks(nodes.run, print)]
+    assert [type(error) for error in errors] == [StorageError] * 2
+    assert all(re.search(expected + ".*the thread that looks for a newer", str(error)) for error in errors)
+
+
+def test_a_rank_that_can_start_no_thread_recovers_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = copying(tmp_path, faults=NEVER_FAR)
+    nodes.save(3)
+    abandon(nodes)
+    cluster, start = Cluster(monkeypatch, nodes.roots), BackgroundThread.start
+
+    def deny(thread: BackgroundThread) -> None:
+        if getattr(cluster._rank, "value", 0) == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(BackgroundThread, "start", deny)
+    assert cluster.recover(nodes.run)[0] == 3
+
+
 # -- serving ---------------------------------------------------------------------------------------------
 
 
@@ -566,6 +615,30 @@ def test_a_file_is_downloaded_in_pieces(served: tuple[Server, Path, SaveId]) -> 
     server.withdraw(save_id)
     with pytest.raises(OSError, match="404"):
         next(download(endpoint, save_id, name, 256_000, memoryview(buffer)))
+
+
+def test_a_serving_thread_that_has_died_is_replaced_for_the_next_save(
+    served: tuple[Server, Path, SaveId], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, folder, save_id = served
+
+    def die(self: Any) -> Any:
+        raise MemoryError
+
+    own, name = Replicas(OPTIONS, Faults("")), save_id.data_file_name(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda unraisable: None)
+        patch.setattr(serving._HttpServer, "get_request", die)
+        own.offer(save_id, folder)
+        assert own._server is not None
+        assert own._server._thread.join(60)
+    endpoint = Endpoint.decode(own.offer(save_id, folder))
+    assert endpoint is not None
+    assert sum(download(endpoint, save_id, name, 256_000, memoryview(bytearray(100_000)))) == 256_000
+    assert "the thread that serves this rank's files to other nodes has ended" in caplog.text
+    own.offer(save_id, folder)
+    assert len(caplog.records) == 1
+    own.close()
 
 
 def test_a_download_is_given_up_once_its_save_is_over(

@@ -509,6 +509,7 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
         outcome=Outcome.PUBLISHED,
         error=None,
         is_prepared=False,
+        is_of_training=True,
         not_prepared_because="",
     )
 

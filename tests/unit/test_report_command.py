@@ -20,8 +20,10 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesWriter
 from megatron_datastates.errors import (
     CHANGED_TOO_EARLY,
     MismatchError,
@@ -451,6 +453,21 @@ def test_saves_that_prepared_everything_anew_are_counted(written: Callable[..., 
     assert "the others for" in advice.text and "The last one was at iteration 50, for" in advice.text
     never = read_reports([written(changed(prepared=False))])
     assert not any("reuse" in one.title for one in advise(never.saves))
+
+
+def test_saves_that_a_program_makes_itself_are_not_counted_among_those_not_prepared(
+    tmp_path: Path, written: Callable[..., Path]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    for name in ("first", "second"):
+        ds.save({"w": torch.ones(4)}, tmp_path / name, report_file=own, **SMALL)
+        writer = DataStatesWriter(tmp_path / f"dcp-{name}", report_file=str(own), **SMALL)
+        dcp.save({"w": torch.ones(4)}, storage_writer=writer)
+    saves = [save | {"prepared": save["iteration"] != 50} for save in SAVES]
+    found = advise(read_reports([written(saves), own]).saves)
+    assert [one.title for one in found if "reuse" in one.title] == [
+        "1 of 4 saves could not reuse what the last one had prepared"
+    ]
 
 
 def test_the_report_says_why_no_save_was_prepared(written: Callable[..., Path]) -> None:

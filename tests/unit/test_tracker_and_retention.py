@@ -93,15 +93,21 @@ def test_a_rank_that_cannot_look_at_the_checkpoints_takes_what_the_others_have_f
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def highest(of_others: int) -> Callable[[str], tuple[int, bool]]:
-        return lambda name: (max(int(Path(name).read_text()), of_others), False)
+        def read_metadata(name: str) -> tuple[int, bool]:
+            text = Path(name).read_text()
+            is_release = text == "release"
+            return max(0 if is_release else int(text), of_others), is_release
+
+        return read_metadata
 
     monkeypatch.setattr(tracker_recovery, "complete_in", fail)
     name = str(root / TRACKER_NAME)
     (root / TRACKER_NAME).touch()
     assert tracker_recovery.wrap_read_metadata(highest(200), name) == (200, False)
     assert "the other ranks fall back to iteration 200" in caplog.text
-    with pytest.raises(OSError, match="Input/output"):  # nor has any other rank
-        tracker_recovery.wrap_read_metadata(highest(1), name)
+    assert tracker_recovery.wrap_read_metadata(highest(1), name) == (1, False), "the first one of a run"
+    with pytest.raises(OSError, match="Input/output"):  # nor has any other rank found one
+        tracker_recovery.wrap_read_metadata(highest(0), name)
 
 
 def test_a_copy_under_a_name_that_megatron_does_not_load_is_none_to_resume_from(root: Path) -> None:

@@ -5,7 +5,8 @@ Megatron gathers them with a collective call for each tensor, of which a model h
 of a process group exchange all their sizes in one call, and only if a rank's shards are not as in the last
 save or load: whether they are, the world finds out in one call, too. A rank that has no state of some
 parameters, because it holds no element of them, counts as one with empty shards; in Megatron's way, all ranks
-would wait forever.
+would wait forever. It takes part in a group's call because it has another tensor that the group shares, as
+each rank of Megatron's has its model's; if it has none, all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megatron_datastates.errors import some_of
 from megatron_datastates.mcore.hooks.attach import replaced
-from megatron_datastates.pipeline.publishing.collectives import gather_objects, max_now
+from megatron_datastates.pipeline.publishing.collectives import gather_objects, max_now, ranks_of
 
 _ALL = "preprocess_state_dict_for_uneven_dtensor"  # of a state dict; imported by Megatron's checkpointing
 _ONE = "gather_and_compute_chunk_metadata"  # of a tensor; in the module of the other
@@ -88,7 +90,8 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[int, ChunkStorageMetadata]:
 
     Raises:
         ValueError: a tensor is placed in a way that Megatron-FSDP does not use.
-        RuntimeError: another rank has raised such an error, or any other.
+        RuntimeError: another rank has raised such an error, or any other; or, on all ranks, a rank has no
+            tensor at all that others of its group share.
     """
     global _last
     (last, _last), failure = (_last, None), None
@@ -108,9 +111,27 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[int, ChunkStorageMetadata]:
             f"rank {failed} could not say which shards of Megatron-FSDP's tensors it has: see the error there"
         )
     if last is None or is_new_somewhere:
+        _check_groups(shards)
         last = facts, _gathered(shards)
     _last = last
     return {id(shard.dtensor): chunk for shard, chunk in zip(shards, last[1], strict=True)}
+
+
+def _check_groups(shards: Sequence[_Shard]) -> None:
+    """Raises RuntimeError as `chunks_of` where `_gathered` would wait for a rank forever. Collective."""
+    groups = {(step, group) for shard in shards for step, (group, _) in enumerate(shard.steps)}
+    # Groups of different ranks may have one name; the hash of numbers is the same in all processes.
+    everyone: list[dict[Any, int]] = gather_objects(
+        {(step, group.group_name, hash(tuple(ranks_of(group)))): group.size() for step, group in groups}
+    )
+    calls = Counter(call for own in everyone for call in own.items())
+    for (call, size), count in calls.items():
+        if count < size:
+            ranks = [f"rank {rank}" for rank, own in enumerate(everyone) if call in own]
+            raise RuntimeError(
+                f"of the {size} ranks that share tensors of Megatron-FSDP's, only {count} have any of them "
+                f"({some_of(ranks, 3)}): expected at least an empty shard of one tensor on each rank"
+            )
 
 
 def _gathered(shards: Sequence[_Shard]) -> list[ChunkStorageMetadata]:

@@ -21,7 +21,9 @@ from megatron_datastates.pipeline.runs.runs import complete_in, has_file
 from megatron_datastates.pipeline.runs.tracker import is_read_by_megatron, iteration_named
 
 logger = logging.getLogger(__name__)
-_LOWEST = 1  # iteration, of a rank that cannot look at the checkpoints
+# In the corrected tracker of a rank that cannot look at the checkpoints: each release of Megatron reads it as
+# iteration 0, and some refuse a "0". Training saves no such iteration.
+_UNKNOWN = "release"
 
 
 def wrap_read_metadata(original: Callable[..., Any], tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -30,24 +32,25 @@ def wrap_read_metadata(original: Callable[..., Any], tracker_filename: str, *arg
     text = _damaged_text(tracker)
     error = None
     try:
-        iteration = None if text is None else _fallback(tracker, text)
+        fallback = None if text is None else _fallback(tracker, text)
+        believed = None if fallback is None else str(fallback)
     except OSError as raised:  # the other ranks wait for this one in the original
-        iteration, error = _LOWEST, raised
-    if iteration is None:
+        believed, error = _UNKNOWN, raised
+    if believed is None:
         return original(tracker_filename, *args, **kwargs)
     # The original also communicates with the other ranks, so it is called with a corrected tracker. It
     # returns the highest iteration that any rank has found.
     with tempfile.TemporaryDirectory() as directory:
         corrected = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
-        corrected.write_text(str(iteration))
+        corrected.write_text(believed)
         found = original(str(corrected), *args, **kwargs)
-    if error is not None:
-        if found[0] == _LOWEST:
-            raise error
-        logger.warning(
-            "%s is damaged; the other ranks fall back to iteration %d (%s)", tracker, found[0], error
-        )
-    return found
+    if error is None:
+        return found
+    iteration, _ = found
+    if not iteration:
+        raise error
+    logger.warning("%s is damaged; the other ranks fall back to iteration %d (%s)", tracker, iteration, error)
+    return iteration, False
 
 
 def mend(tracker: Path) -> None:

@@ -157,7 +157,14 @@ class _Recovery:
         """Returns what each rank's node has; of the ranks of a node only the first one says it."""
         own = self._node()
         is_first = self._collectives.gather_values(own).index(own) == self.rank
-        return self._collectives.gather_values(self._while_polling(lambda: self._look(own, is_first)))
+
+        def of_error(error: Exception) -> Node:
+            if isinstance(error, StorageError):
+                return Node(error=str(error))
+            return Node(error=f"rank {self.rank}: cannot find out what to resume from: {error!r}")
+
+        seen = self._while_polling(lambda: self._look(own, is_first), of_error)
+        return self._collectives.gather_values(seen)
 
     def _node(self) -> int:
         if self._root == Path():
@@ -179,19 +186,14 @@ class _Recovery:
             return 0
 
     def _look(self, node: int, is_first: bool) -> Node:
-        """Returns what this rank sees. Never raises: the other ranks wait for it."""
+        """Returns what this rank sees."""
         if self._refusal:
             return Node(error=f"rank {self.rank}: {self._refusal}")
-        try:
-            require_readable_tracked(self._run)
-            far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
-            if node == 0 or not is_first:
-                return Node(node, far=far)
-            return Node(node, self._held(), self._near_jobs(), far)
-        except StorageError as error:
-            return Node(error=str(error))
-        except Exception as error:
-            return Node(error=f"rank {self.rank}: cannot find out what to resume from: {error!r}")
+        require_readable_tracked(self._run)
+        far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
+        if node == 0 or not is_first:
+            return Node(node, far=far)
+        return Node(node, self._held(), self._near_jobs(), far)
 
     def _held(self) -> tuple[Held, ...]:
         try:
@@ -251,8 +253,13 @@ class _Recovery:
             True, text + (f", {from_copies} of them taken from copies on other nodes" if from_copies else "")
         )
 
-    def _while_polling(self, work: Callable[[], T]) -> T:
-        """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk."""
+    def _while_polling(self, work: Callable[[], T], of_error: Callable[[Exception], T]) -> T:
+        """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk.
+
+        Args:
+            of_error: returns what the other ranks, which wait for this one, are to know of an error: the
+                work's, or that its thread is lost.
+        """
         with ThreadPool(1, "looks for a newer checkpoint") as thread:
             share = thread.submit(work)
             size, lateness = self._collectives.size, Lateness(self._run, self.rank)
@@ -264,7 +271,10 @@ class _Recovery:
                     "its look for a newer checkpoint, or its copy, stands still",
                 )
                 time.sleep(_POLL_SECONDS)
-        return share.result()
+        try:
+            return share.result()
+        except Exception as error:
+            return of_error(error)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Does all ranks' work; returns what each rank's has returned.
@@ -274,13 +284,11 @@ class _Recovery:
             StorageError: any other error of some rank: nothing is lost yet, so nothing older is loaded.
         """
 
-        def outcome() -> tuple[str, bool, list[T]]:
-            try:
-                return "", False, [work()]
-            except Exception as error:  # which the other ranks have to know
-                return f"rank {self.rank}: {error}", isinstance(error, SourceError), []
+        def of_error(error: Exception) -> tuple[str, bool, list[T]]:
+            return f"rank {self.rank}: {error}", isinstance(error, SourceError), []
 
-        outcomes = self._collectives.gather_values(self._while_polling(outcome))
+        own = self._while_polling(lambda: ("", False, [work()]), of_error)
+        outcomes = self._collectives.gather_values(own)
         failed = [one for one in outcomes if one[0]]
         lost = [text for text, is_lost, _ in failed if is_lost]
         if lost:

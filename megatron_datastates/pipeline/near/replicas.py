@@ -140,6 +140,12 @@ class Replicas:
         """
         if not self._can_serve:
             return b""
+        if self._server is not None and self._server.is_lost:
+            logger.warning(
+                "the thread that serves this rank's files to other nodes has ended, as where memory lacks: "
+                "they may have no copies of the last saves; a new thread serves the next ones"
+            )
+            self.close()
         try:
             self._server = self._server or Server()
         except (OSError, RuntimeError) as error:

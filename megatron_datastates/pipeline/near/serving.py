@@ -100,7 +100,8 @@ class Server:
         self._is_closed = False
         self._http = _HttpServer(address, self._key, self._open)
         self.endpoint = Endpoint(mapped.packed, self._http.server_address[1], self._key)
-        BackgroundThread(self._serve).start()
+        self._thread = BackgroundThread(self._serve)
+        self._thread.start()
 
     def _serve(self) -> None:
         while not self._is_closed:
@@ -108,6 +109,11 @@ class Server:
                 self._http.process_request(*self._http.get_request())  # starts a thread
             except (OSError, RuntimeError):
                 time.sleep(_PAUSE_SECONDS)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody is served any more, although it was not closed (BackgroundThread.is_lost)."""
+        return self._thread.is_lost
 
     def offer(self, save_id: SaveId, folder: Path) -> None:
         """Serves the files in a folder, as those of a save, from now on."""
