@@ -53,8 +53,8 @@ Matrix OneZeroBit() {
 // one would wait for that thread for ever.
 
 // The maps of 1, 2, 4, 8 and so on zero bytes.
-const std::array<Matrix, 61> kPowers = [] {
-  std::array<Matrix, 61> made;
+const std::array<Matrix, 64> kPowers = [] {
+  std::array<Matrix, 64> made;
   Matrix map = Squared(Squared(Squared(OneZeroBit())));  // eight bits
   for (Matrix& power : made) {
     power = map;
