@@ -29,8 +29,12 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
 int InputFile::Open(int flags) {
   return Uninterrupted([&] {
     if (const int code = faults_->Count("open").error) return code;
-    // Without O_NONBLOCK, opening a pipe would wait for a writer. Regular files ignore the flag.
-    fd_ = open(path_.c_str(), flags | O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    // Without O_NONBLOCK, opening a pipe would wait for a writer.
+    const int all = flags | O_RDONLY | O_CLOEXEC | O_NOCTTY;
+    fd_ = open(path_.c_str(), all | O_NONBLOCK);
+    // A regular file, on which another process has a lease, such as a server of NFS or Samba. The system has
+    // asked for it back, and waits for at most 45 seconds (lease-break-time in /proc/sys/fs).
+    if (fd_ < 0 && errno == EWOULDBLOCK) fd_ = open(path_.c_str(), all);
     return ErrorOf(fd_);
   });
 }
