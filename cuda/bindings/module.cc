@@ -6,7 +6,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <future>
 #include <limits>
+#include <memory>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <utility>
 
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
@@ -21,6 +27,7 @@
 #include "engine/sha256.h"
 #include "os/aligned.h"
 #include "os/fork.h"
+#include "os/threads.h"
 
 using namespace nanobind::literals;
 
@@ -54,6 +61,38 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
   return Batch(begin, end, chunk_bytes, fenced, std::move(spans), seed);
 }
 
+// Frees a closed engine on a thread of its own: the driver may hang where background threads page-lock
+// memory, and where it is unlocked.
+class Freeing {
+ public:
+  explicit Freeing(std::shared_ptr<Engine> engine) {
+    std::packaged_task<void()> free([engine = std::move(engine)]() mutable {
+      BeginThread("ds-free");
+      engine.reset();
+    });
+    done_ = free.get_future();
+    try {
+      thread_ = std::thread(std::move(free));
+    } catch (const std::system_error&) {
+      // There is no thread: it was freed here.
+    }
+  }
+  ~Freeing() {
+    if (thread_.joinable()) Wait(0) ? thread_.join() : thread_.detach();
+  }
+  Freeing(const Freeing&) = delete;
+  Freeing& operator=(const Freeing&) = delete;
+
+  // Returns whether it is done.
+  bool Wait(double seconds) const {
+    return done_.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
+  }
+
+ private:
+  std::future<void> done_;
+  std::thread thread_;
+};
+
 class EngineHandle : public AtHome<Engine> {
  public:
   explicit EngineHandle(const Engine::Options& options)
@@ -68,13 +107,14 @@ class EngineHandle : public AtHome<Engine> {
   // False for an engine that is closed or the parent's.
   bool is_open() const { return home_.IsHere() && object_ != nullptr; }
   // Returns whether every thread ended within that time. Threads that a hung disk or device blocks are
-  // leaked, with all that they use. Handles signals while it waits; if a handler raises, the engine can be
-  // closed later.
+  // leaked, with all that they use. Handles signals while it waits; if a handler raises before the threads of
+  // the engine have ended, it can be closed later.
   bool Close(double seconds) {
     if (!is_open()) return true;
     auto closing = std::move(object_);
+    std::optional<Freeing> freeing;
     const auto begin = std::chrono::steady_clock::now();
-    while (!CloseWithinSlice(&closing)) {
+    while (!CloseWithinSlice(&closing, &freeing)) {
       if (PyErr_CheckSignals() != 0) {
         object_ = std::move(closing);
         throw nb::python_error();
@@ -88,11 +128,13 @@ class EngineHandle : public AtHome<Engine> {
   }
 
  private:
-  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine) {
+  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine, std::optional<Freeing>* freeing) {
     const WithoutGil without_gil;
-    if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
-    engine->reset();
-    return true;
+    if (!*freeing) {
+      if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
+      freeing->emplace(std::move(*engine));
+    }
+    return (*freeing)->Wait(kSliceSeconds);
   }
 };
 
