@@ -16,14 +16,15 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     direct_ = false;
     if (const int code = Open(0)) throw FileFailure("open", path, code);
   }
+  CloseInForkedChildOrNow(fd_);
   struct stat found;
   const int error = fstat(fd_, &found) == 0 ? 0 : errno;
   if (error != 0 || !S_ISREG(found.st_mode)) {
+    ForgetDescriptor(fd_);
     close(fd_);
     const char* detail = error == 0 ? "expected a regular file, found another kind of file" : "";
     throw FileFailure("open", path, error, detail);
   }
-  CloseInForkedChildOrNow(fd_);
 }
 
 int InputFile::Open(int flags) {
