@@ -65,7 +65,8 @@ class ReadJob {
   };
 
   // Starts the threads and returns. Device targets need `trainer`, the stream that last used them, and the
-  // calling thread's CUDA context. Throws Failure if there is no memory, no driver or not one thread.
+  // calling thread's CUDA context. Throws Failure if there is no memory, no driver or not one thread. Waits
+  // for memory up to a second: if there is none later, the job fails.
   ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer);
   ~ReadJob() { Close(); }
   ReadJob(const ReadJob&) = delete;
