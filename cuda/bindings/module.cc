@@ -6,17 +6,15 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
-#include <future>
 #include <limits>
 #include <memory>
 #include <optional>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
 #include "bindings/failure.h"
+#include "bindings/freeing.h"
 #include "bindings/gil.h"
 #include "bindings/home.h"
 #include "bindings/numbers.h"
@@ -27,7 +25,6 @@
 #include "engine/sha256.h"
 #include "os/aligned.h"
 #include "os/fork.h"
-#include "os/threads.h"
 
 using namespace nanobind::literals;
 
@@ -61,38 +58,6 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
   return Batch(begin, end, chunk_bytes, fenced, std::move(spans), seed);
 }
 
-// Frees a closed engine on a thread of its own: the driver may hang where background threads page-lock
-// memory, and where it is unlocked.
-class Freeing {
- public:
-  explicit Freeing(std::shared_ptr<Engine> engine) {
-    std::packaged_task<void()> free([engine = std::move(engine)]() mutable {
-      BeginThread("ds-free");
-      engine.reset();
-    });
-    done_ = free.get_future();
-    try {
-      thread_ = std::thread(std::move(free));
-    } catch (const std::system_error&) {
-      // There is no thread: it was freed here.
-    }
-  }
-  ~Freeing() {
-    if (thread_.joinable()) Wait(0) ? thread_.join() : thread_.detach();
-  }
-  Freeing(const Freeing&) = delete;
-  Freeing& operator=(const Freeing&) = delete;
-
-  // Returns whether it is done.
-  bool Wait(double seconds) const {
-    return done_.wait_for(std::chrono::duration<double>(seconds)) == std::future_status::ready;
-  }
-
- private:
-  std::future<void> done_;
-  std::thread thread_;
-};
-
 class EngineHandle : public AtHome<Engine> {
  public:
   explicit EngineHandle(const Engine::Options& options)
@@ -112,7 +77,7 @@ class EngineHandle : public AtHome<Engine> {
   bool Close(double seconds) {
     if (!is_open()) return true;
     auto closing = std::move(object_);
-    std::optional<Freeing> freeing;
+    std::optional<Freeing<Engine>> freeing;
     const auto begin = std::chrono::steady_clock::now();
     while (!CloseWithinSlice(&closing, &freeing)) {
       if (PyErr_CheckSignals() != 0) {
@@ -128,7 +93,7 @@ class EngineHandle : public AtHome<Engine> {
   }
 
  private:
-  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine, std::optional<Freeing>* freeing) {
+  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine, std::optional<Freeing<Engine>>* freeing) {
     const WithoutGil without_gil;
     if (!*freeing) {
       if (!(*engine)->CloseWithin(kSliceSeconds)) return false;

@@ -76,6 +76,7 @@ void ReadJob::Close() {
   stopped_ = true;
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  reader_.reset();  // a closed job keeps no memory
 }
 
 ReadJob::Result ReadJob::result() const {

@@ -103,7 +103,7 @@ class ReadJob {
   bool Deliver(const ReadPlan::Window& window, const uint8_t* data);
   void Fail(const std::exception& error) noexcept;
 
-  const std::shared_ptr<Reader> reader_;
+  std::shared_ptr<Reader> reader_;  // constant until Close
   const ReadPlan plan_;
   std::shared_ptr<DeviceCopier> copier_;  // constant after construction
   NumaNode node_;                         // the copier's device's; likewise

@@ -222,6 +222,7 @@ def test_a_read_starts_and_is_abandoned_while_the_driver_hangs_in_page_locking(
     assert patience.is_alive()
     assert not job.wait(0.0)
     job.close()
+    del reader, job  # their memory is abandoned
     assert patience.is_alive()
     patience.cancel()
     cuda.release_call("cuMemHostRegister")
