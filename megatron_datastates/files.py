@@ -86,7 +86,11 @@ def open_regular(
     """
     if is_object(path):
         return _open_object(path, most_bytes)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # a regular file, on which another process has a lease: see input_file.cc
+        descriptor = os.open(path, flags)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

@@ -7,10 +7,14 @@
 
 #include <chrono>
 #include <limits>
+#include <memory>
+#include <optional>
+#include <utility>
 
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
 #include "bindings/failure.h"
+#include "bindings/freeing.h"
 #include "bindings/gil.h"
 #include "bindings/home.h"
 #include "bindings/numbers.h"
@@ -68,13 +72,14 @@ class EngineHandle : public AtHome<Engine> {
   // False for an engine that is closed or the parent's.
   bool is_open() const { return home_.IsHere() && object_ != nullptr; }
   // Returns whether every thread ended within that time. Threads that a hung disk or device blocks are
-  // leaked, with all that they use. Handles signals while it waits; if a handler raises, the engine can be
-  // closed later.
+  // leaked, with all that they use. Handles signals while it waits; if a handler raises before the threads of
+  // the engine have ended, it can be closed later.
   bool Close(double seconds) {
     if (!is_open()) return true;
     auto closing = std::move(object_);
+    std::optional<Freeing<Engine>> freeing;
     const auto begin = std::chrono::steady_clock::now();
-    while (!CloseWithinSlice(&closing)) {
+    while (!CloseWithinSlice(&closing, &freeing)) {
       if (PyErr_CheckSignals() != 0) {
         object_ = std::move(closing);
         throw nb::python_error();
@@ -88,11 +93,13 @@ class EngineHandle : public AtHome<Engine> {
   }
 
  private:
-  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine) {
+  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine, std::optional<Freeing<Engine>>* freeing) {
     const WithoutGil without_gil;
-    if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
-    engine->reset();
-    return true;
+    if (!*freeing) {
+      if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
+      freeing->emplace(std::move(*engine));
+    }
+    return (*freeing)->Wait(kSliceSeconds);
   }
 };
 

@@ -14,6 +14,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/failure.h"
+#include "bindings/freeing.h"
 #include "bindings/gil.h"
 #include "bindings/home.h"
 #include "engine/reader.h"
@@ -37,7 +38,23 @@ std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   return files;
 }
 
-using ReaderHandle = AtHome<Reader>;
+constexpr double kPatienceSeconds = 10;  // with a driver that hangs
+
+class ReaderHandle : public AtHome<Reader> {
+ public:
+  explicit ReaderHandle(const Reader::Options& options)
+      : AtHome("reader", std::make_shared<Reader>(options)) {}
+  ~ReaderHandle() {
+    if (!home_.IsHere()) return;
+    const WithoutGil without_gil;
+    try {
+      Freeing<Reader>(std::move(object_)).Wait(kPatienceSeconds);
+    } catch (const std::bad_alloc&) {
+      // It was freed here.
+    }
+  }
+};
+
 using JobHandle = AtHome<ReadJob>;
 
 nb::tuple ResultTuple(const JobHandle& self) {
@@ -71,8 +88,7 @@ void BindReader(nb::module_& module) {
           "__init__",
           [](ReaderHandle* self, bool direct, int threads, size_t slot_bytes, const std::string& driver,
              const std::string& faults, const std::string& sysfs) {
-            new (self) ReaderHandle("reader", std::make_shared<Reader>(Reader::Options{
-                                                  direct, threads, slot_bytes, driver, faults, sysfs}));
+            new (self) ReaderHandle({direct, threads, slot_bytes, driver, faults, sysfs});
           },
           nb::kw_only(), "direct"_a, "threads"_a, "slot_bytes"_a, "driver"_a, "faults"_a, "sysfs"_a = "/sys")
       .def(

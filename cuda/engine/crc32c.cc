@@ -49,19 +49,24 @@ Matrix OneZeroBit() {
   return map;
 }
 
+// All tables are made when the module is loaded, not at first use: a process forked while another thread made
+// one would wait for that thread for ever.
+
+// The maps of 1, 2, 4, 8 and so on zero bytes.
+const std::array<Matrix, 64> kPowers = [] {
+  std::array<Matrix, 64> made;
+  Matrix map = Squared(Squared(Squared(OneZeroBit())));  // eight bits
+  for (Matrix& power : made) {
+    power = map;
+    map = Squared(map);
+  }
+  return made;
+}();
+
 // Returns the register after `bytes` zero bytes, by repeated squaring (as zlib's crc32_combine does).
 uint32_t ShiftZeros(uint32_t crc, uint64_t bytes) {
-  static const std::array<Matrix, 61> powers = [] {
-    std::array<Matrix, 61> made;
-    Matrix map = Squared(Squared(Squared(OneZeroBit())));  // eight bits
-    for (Matrix& power : made) {
-      power = map;
-      map = Squared(map);
-    }
-    return made;
-  }();
   for (size_t i = 0; bytes != 0; ++i, bytes >>= 1) {
-    if (bytes & 1) crc = Apply(powers[i], crc);
+    if (bytes & 1) crc = Apply(kPowers[i], crc);
   }
   return crc;
 }
@@ -87,27 +92,28 @@ uint64_t LoadWord(const uint8_t* at) {
   return word;
 }
 
+const std::array<std::array<uint32_t, 256>, 8> kTables = [] {
+  std::array<std::array<uint32_t, 256>, 8> made{};
+  for (uint32_t value = 0; value < 256; ++value) {
+    uint32_t crc = value;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? kPolynomial : 0);
+    made[0][value] = crc;
+  }
+  for (size_t row = 1; row < 8; ++row) {
+    for (size_t value = 0; value < 256; ++value) {
+      made[row][value] = (made[row - 1][value] >> 8) ^ made[0][made[row - 1][value] & 255];
+    }
+  }
+  return made;
+}();
+
 uint32_t TableStep(uint32_t crc, const uint8_t* at, size_t bytes) {
-  static const std::array<std::array<uint32_t, 256>, 8> tables = [] {
-    std::array<std::array<uint32_t, 256>, 8> made{};
-    for (uint32_t value = 0; value < 256; ++value) {
-      uint32_t crc = value;
-      for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? kPolynomial : 0);
-      made[0][value] = crc;
-    }
-    for (size_t row = 1; row < 8; ++row) {
-      for (size_t value = 0; value < 256; ++value) {
-        made[row][value] = (made[row - 1][value] >> 8) ^ made[0][made[row - 1][value] & 255];
-      }
-    }
-    return made;
-  }();
   for (; bytes >= 8; bytes -= 8, at += 8) {
     const uint64_t word = LoadWord(at) ^ crc;
     crc = 0;
-    for (size_t byte = 0; byte < 8; ++byte) crc ^= tables[7 - byte][(word >> (8 * byte)) & 255];
+    for (size_t byte = 0; byte < 8; ++byte) crc ^= kTables[7 - byte][(word >> (8 * byte)) & 255];
   }
-  for (; bytes > 0; --bytes, ++at) crc = (crc >> 8) ^ tables[0][(crc ^ *at) & 255];
+  for (; bytes > 0; --bytes, ++at) crc = (crc >> 8) ^ kTables[0][(crc ^ *at) & 255];
   return crc;
 }
 
@@ -143,11 +149,13 @@ inline void EndStoresPastCaches() {}
 #endif
 
 #if defined(DATASTATES_CRC_TARGET)
+const bool kHasCrc32 = HardwareHasCrc32();
+const Shift kOneStream(kStream), kTwoStreams(2 * kStream);
+
 // The instruction has a latency of three cycles and a throughput of one: three streams keep it busy.
 // With kCopies, stores what it has loaded at `to`, past the caches, and leaves nothing in them.
 template <bool kCopies>
 DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, size_t bytes, uint8_t* to) {
-  static const Shift one(kStream), two(2 * kStream);
   for (; bytes >= 3 * kStream; bytes -= 3 * kStream, at += 3 * kStream) {
     uint32_t b = 0, c = 0;
     for (size_t i = 0; i < kStream; i += 8) {
@@ -165,7 +173,7 @@ DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, siz
           StorePastCaches(to + stream * kStream + i, words[stream]);
       }
     }
-    crc = two(crc) ^ one(b) ^ c;
+    crc = kTwoStreams(crc) ^ kOneStream(b) ^ c;
     if (kCopies) to += 3 * kStream;
   }
   if (kCopies) {
@@ -184,8 +192,7 @@ DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, siz
 uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
 #if defined(DATASTATES_CRC_TARGET)
-  static const bool hardware = HardwareHasCrc32();
-  if (hardware) return ~HardwareStep<false>(~crc, at, bytes, nullptr);
+  if (kHasCrc32) return ~HardwareStep<false>(~crc, at, bytes, nullptr);
 #endif
   return ~TableStep(~crc, at, bytes);
 }
@@ -194,8 +201,7 @@ uint32_t CopyWithCrc32c(uint32_t crc, void* target, const void* source, size_t b
   auto* to = static_cast<uint8_t*>(target);
   const auto* at = static_cast<const uint8_t*>(source);
 #if defined(DATASTATES_CRC_TARGET)
-  static const bool hardware = HardwareHasCrc32();
-  if (hardware) {
+  if (kHasCrc32) {
     // Whole lines from here on: a line in pieces would be read before it is written.
     const size_t head = std::min(bytes, (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine);
     std::memcpy(to, at, head);

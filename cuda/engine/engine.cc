@@ -226,7 +226,7 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
   } catch (const std::exception& error) {
     job->FailIn("take samples", error);
   }
-  job->copier()->Drain();  // copies of samples may have been enqueued
+  if (!job->copier()->Drain()) sample_memory_->Abandon();  // copies of samples may have been enqueued
   job->EndRead();
 }
 

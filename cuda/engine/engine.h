@@ -168,10 +168,10 @@ class Engine {
   RateLimit copy_rate_, write_rate_;
   std::atomic<uint64_t> next_seed_;
   std::unique_ptr<SlotPool> pool_;
-  // Created and used on the trainer's thread.
-  std::shared_ptr<DeviceCopier> copier_;
+  std::shared_ptr<DeviceCopier> copier_;  // created and used on the trainer's thread
+  // Constant from the first device job on.
   std::shared_ptr<SampleMemory> sample_memory_;
-  NumaNode node_;  // of the copier's device; constant from the first device job on
+  NumaNode node_;  // of the copier's device
 
   Mutex mutex_;
   CondVar stage_wake_, await_wake_, write_wake_;

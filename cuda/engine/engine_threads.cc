@@ -277,7 +277,7 @@ void Engine::Await(CopiedChunk* copied) {
     if (filled.batch) return PassToWriters(&filled);
   } catch (const std::exception& error) {
     job.FailIn("await copies", error);
-    if (!job.copier()->Drain()) filled.slot.Abandon();
+    if (!job.copier()->Drain()) filled.batch ? filled.slot.Abandon() : sample_memory_->Abandon();
   }
   job.EndRead();
   filled.slot.Return();

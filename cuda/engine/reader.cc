@@ -14,6 +14,7 @@ namespace datastates {
 namespace {
 
 constexpr uint64_t kLongestCopy = uint64_t{32} << 20;
+constexpr double kMostStartSeconds = 1;  // to wait for the first slot; the driver may hang
 
 }  // namespace
 
@@ -45,7 +46,9 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
   try {
     if (threads > 0) {
       pool.Grow(std::min(plan_.windows().size(), threads * (copier_ ? 2 : 1)));
-      pool.Acquire([] { return false; }).Return();  // checks for memory before threads take more of it
+      // Checks for memory before threads take more of it. The caller handles no signals meanwhile.
+      const auto deadline = DeadlineAfter(kMostStartSeconds);
+      pool.Acquire([deadline] { return CondVar::Clock::now() >= deadline; }).Return();
     }
     while (threads_.size() < threads) threads_.emplace_back(&ReadJob::Work, this);
   } catch (const std::exception& error) {
@@ -73,6 +76,7 @@ void ReadJob::Close() {
   stopped_ = true;
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  reader_.reset();  // a closed job keeps no memory
 }
 
 ReadJob::Result ReadJob::result() const {

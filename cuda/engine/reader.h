@@ -65,7 +65,8 @@ class ReadJob {
   };
 
   // Starts the threads and returns. Device targets need `trainer`, the stream that last used them, and the
-  // calling thread's CUDA context. Throws Failure if there is no memory, no driver or not one thread.
+  // calling thread's CUDA context. Throws Failure if there is no memory, no driver or not one thread. Waits
+  // for memory up to a second: if there is none later, the job fails.
   ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer);
   ~ReadJob() { Close(); }
   ReadJob(const ReadJob&) = delete;
@@ -102,7 +103,7 @@ class ReadJob {
   bool Deliver(const ReadPlan::Window& window, const uint8_t* data);
   void Fail(const std::exception& error) noexcept;
 
-  const std::shared_ptr<Reader> reader_;
+  std::shared_ptr<Reader> reader_;  // constant until Close
   const ReadPlan plan_;
   std::shared_ptr<DeviceCopier> copier_;  // constant after construction
   NumaNode node_;                         // the copier's device's; likewise

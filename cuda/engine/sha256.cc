@@ -71,6 +71,8 @@ bool HardwareHasSha256() {
   return sha && __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("sse4.1");
 }
 
+const bool kHasSha256 = HardwareHasSha256();  // found when the module is loaded, as in crc32c.cc
+
 // After Gulley et al., "Intel SHA Extensions" (2013): the state is kept as the words ABEF and CDGH, four
 // rounds take two instructions, and the message schedule of rounds 16 and later runs beside them.
 DATASTATES_SHA_TARGET void HardwareRounds(State* state, const uint8_t* at, size_t steps) {
@@ -129,8 +131,7 @@ Sha256Digest Digest(Rounds rounds, const uint8_t* data, size_t bytes) {
 Sha256Digest Sha256(const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
 #if defined(__x86_64__)
-  static const bool hardware = HardwareHasSha256();
-  if (hardware) return Digest(HardwareRounds, at, bytes);
+  if (kHasSha256) return Digest(HardwareRounds, at, bytes);
 #endif
   return Digest(PortableRounds, at, bytes);
 }

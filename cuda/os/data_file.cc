@@ -36,9 +36,7 @@ DataFile::DataFile(const std::string& path, bool direct, bool discard, Faults* f
     : path_(path), discard_(discard), faults_(faults), direct_(direct) {
   MakeDirectories();
   int code = Open(direct_ ? O_DIRECT : 0);
-  if (code == 0 && direct_ && !DirectIoFits(fd_)) {
-    StopDirect(fd_, &direct_);
-  } else if (code == EINVAL && direct_) {
+  if (code == EINVAL && direct_) {
     // Some file systems create the file before they refuse the flag.
     unlink(path_.c_str());
     direct_ = false;
@@ -51,6 +49,7 @@ DataFile::DataFile(const std::string& path, bool direct, bool discard, Faults* f
     unlink(path_.c_str());  // made above, and nobody else will remove it
     throw;
   }
+  if (direct_ && !DirectIoFits(fd_)) StopDirect(fd_, &direct_);
 }
 
 int DataFile::Open(int flags) {

@@ -11,37 +11,31 @@
 namespace datastates {
 namespace {
 
-// Leaked on purpose: atfork handlers may run while statics are being destroyed.
 struct Registry {
   Mutex mutex;
   std::set<int> descriptors GUARDED_BY(mutex);
 };
 
-Registry& TheRegistry();
+// Leaked on purpose: atfork handlers may run while statics are being destroyed. Made when the module is
+// loaded, not at first use: a process forked meanwhile would wait for ever for the thread that made it.
+Registry& registry = *new Registry;
 
 // The lock is held across the fork, so that the child never inherits it locked by another thread.
-void BeforeFork() NO_THREAD_SAFETY_ANALYSIS { TheRegistry().mutex.Lock(); }
-void InParent() NO_THREAD_SAFETY_ANALYSIS { TheRegistry().mutex.Unlock(); }
+void BeforeFork() NO_THREAD_SAFETY_ANALYSIS { registry.mutex.Lock(); }
+void InParent() NO_THREAD_SAFETY_ANALYSIS { registry.mutex.Unlock(); }
 void InChild() NO_THREAD_SAFETY_ANALYSIS {
-  for (int fd : TheRegistry().descriptors) close(fd);
-  TheRegistry().descriptors.clear();
-  TheRegistry().mutex.Unlock();
+  for (int fd : registry.descriptors) close(fd);
+  registry.descriptors.clear();
+  registry.mutex.Unlock();
 }
 
-Registry& TheRegistry() {
-  static Registry* registry = [] {
-    auto* made = new Registry;
-    pthread_atfork(BeforeFork, InParent, InChild);
-    return made;
-  }();
-  return *registry;
-}
+[[maybe_unused]] const int handled = pthread_atfork(BeforeFork, InParent, InChild);
 
 }  // namespace
 
 void CloseInForkedChild(int fd) {
-  const MutexLock lock(TheRegistry().mutex);
-  TheRegistry().descriptors.insert(fd);
+  const MutexLock lock(registry.mutex);
+  registry.descriptors.insert(fd);
 }
 
 void CloseInForkedChildOrNow(int fd) {
@@ -54,8 +48,8 @@ void CloseInForkedChildOrNow(int fd) {
 }
 
 void ForgetDescriptor(int fd) {
-  const MutexLock lock(TheRegistry().mutex);
-  TheRegistry().descriptors.erase(fd);
+  const MutexLock lock(registry.mutex);
+  registry.descriptors.erase(fd);
 }
 
 HomeProcess::HomeProcess() : pid_(getpid()) {}

@@ -4,7 +4,8 @@
 
 namespace datastates {
 
-// Has a forked child close `fd` before it runs anything else, until ForgetDescriptor.
+// Has a forked child close `fd` before it runs anything else, until ForgetDescriptor. To be called right
+// after the file is opened, before any call on it, which may take long.
 void CloseInForkedChild(int fd);
 // The same; if there is no memory for it, closes `fd` and throws std::bad_alloc.
 void CloseInForkedChildOrNow(int fd);

@@ -16,21 +16,26 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     direct_ = false;
     if (const int code = Open(0)) throw FileFailure("open", path, code);
   }
+  CloseInForkedChildOrNow(fd_);
   struct stat found;
   const int error = fstat(fd_, &found) == 0 ? 0 : errno;
   if (error != 0 || !S_ISREG(found.st_mode)) {
+    ForgetDescriptor(fd_);
     close(fd_);
     const char* detail = error == 0 ? "expected a regular file, found another kind of file" : "";
     throw FileFailure("open", path, error, detail);
   }
-  CloseInForkedChildOrNow(fd_);
 }
 
 int InputFile::Open(int flags) {
   return Uninterrupted([&] {
     if (const int code = faults_->Count("open").error) return code;
-    // Without O_NONBLOCK, opening a pipe would wait for a writer. Regular files ignore the flag.
-    fd_ = open(path_.c_str(), flags | O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    // Without O_NONBLOCK, opening a pipe would wait for a writer.
+    const int all = flags | O_RDONLY | O_CLOEXEC | O_NOCTTY;
+    fd_ = open(path_.c_str(), all | O_NONBLOCK);
+    // A regular file, on which another process has a lease, such as a server of NFS or Samba. The system has
+    // asked for it back, and waits for at most 45 seconds (lease-break-time in /proc/sys/fs).
+    if (fd_ < 0 && errno == EWOULDBLOCK) fd_ = open(path_.c_str(), all);
     return ErrorOf(fd_);
   });
 }

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <chrono>
 #include <mutex>
 
@@ -73,9 +74,12 @@ class SCOPED_CAPABILITY MutexUnlock {
   Mutex& mutex_;
 };
 
+// Any number is allowed: what is longer than the clock can count is as good as for ever, and NaN is now.
 inline std::chrono::steady_clock::time_point DeadlineAfter(double seconds) {
   using Clock = std::chrono::steady_clock;
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  constexpr double kForEver = 1e9;
+  const std::chrono::duration<double> bounded(std::min(kForEver, std::max(0.0, seconds)));
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(bounded);
 }
 
 // Waits may return spuriously: call them in a loop that checks the condition.

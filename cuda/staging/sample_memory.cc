@@ -9,7 +9,7 @@ SampleMemory::~SampleMemory() {
   const ContextScope scope(*driver_, context_);
   const RelaxedCapture relaxed(*driver_);
   for (Block& block : idle_) {
-    if (!driver_->UnregisterHost(block->data())) static_cast<void>(block.release());
+    if (is_abandoned_ || !driver_->UnregisterHost(block->data())) static_cast<void>(block.release());
   }
 }
 
@@ -26,6 +26,11 @@ std::shared_ptr<uint8_t> SampleMemory::Borrow() {
   if (!block) return nullptr;
   uint8_t* const data = block->data();
   return {data, [home = shared_from_this(), held = block.release()](uint8_t*) { home->Return(Block(held)); }};
+}
+
+void SampleMemory::Abandon() noexcept {
+  const MutexLock lock(mutex_);
+  is_abandoned_ = true;
 }
 
 SampleMemory::Block SampleMemory::Make() {

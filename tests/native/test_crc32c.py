@@ -98,7 +98,7 @@ def test_combined_crc_is_that_of_the_joined_bytes() -> None:
         assert crc32c_combine(crc32c(DATA[:cut]), crc32c(DATA[cut:]), len(DATA) - cut) == whole
 
 
-@pytest.mark.parametrize("power", [20, 33, 40, 59])
+@pytest.mark.parametrize("power", [20, 33, 40, 59, 63])
 def test_combining_spans_lengths_beyond_memory(power: int) -> None:
     """However so many zeros are cut in two, the CRC is the same."""
     whole, quarter = zeros_crc(1 << power), 1 << (power - 2)

@@ -124,6 +124,22 @@ def test_a_driver_that_refuses_every_wait_holds_no_save_for_ever(
     cuda.forget_registered()
 
 
+def test_samples_stay_mapped_where_the_driver_refuses_every_wait_for_them(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """Whether their copies ran is not known."""
+    engine, stream = device_engines(), cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.fail("cuEventSynchronize", nth=0, code=UNKNOWN)
+    save = Save(engine, tmp_path / "data", shard(), stream=stream, lazy_seconds=PATIENCE_SECONDS)
+    assert f"CUDA error {UNKNOWN}" in save.failure()
+    del save
+    engine.close()
+    assert cuda.registered_bytes > 0
+    cuda.let_go()
+    cuda.forget_registered()
+
+
 @pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])
 def test_a_save_that_cannot_be_ordered_after_the_trainers_stream_does_not_start(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str

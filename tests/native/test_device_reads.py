@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.native.harness import (
     random_bytes,
     start_read,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 BLOCKS = 12
 DATA = random_bytes(BLOCKS * MIB, 3)
@@ -207,6 +208,25 @@ def test_after_an_error_slots_are_kept_until_the_device_is_done(
     cuda.release_stream(stream)
     assert "cuMemcpyHtoDAsync" in finish_read(job)[2]
     assert np.array_equal(target[:MIB], DATA[:MIB])
+
+
+def test_a_read_starts_and_is_abandoned_while_the_driver_hangs_in_page_locking(
+    cuda: FakeCuda, readers: Readers, source: Source
+) -> None:
+    """Its caller handles signals, so that Ctrl-C ends it."""
+    reader, target = readers(), np.zeros_like(DATA)
+    cuda.hold_call("cuMemHostRegister")
+    patience = threading.Timer(PATIENCE_SECONDS, cuda.release_call, ["cuMemHostRegister"])
+    patience.start()
+    job = start_read(reader, [source], [whole(target)], cuda.new_stream())
+    assert patience.is_alive()
+    assert not job.wait(0.0)
+    job.close()
+    del reader, job  # their memory is abandoned
+    assert patience.is_alive()
+    patience.cancel()
+    cuda.release_call("cuMemHostRegister")
+    assert not target.any()
 
 
 @pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"])

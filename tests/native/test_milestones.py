@@ -1,12 +1,14 @@
 """What each milestone promises, and how a save ends early: cancelled, failed, or its engine closed."""
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,20 @@ def test_the_engines_threads_take_no_core_from_the_thread_that_wakes_them(
     tasks = [int(task.name) for name in ("ds-stage", "ds-write") for task in threads_named(name)]
     assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.mark.parametrize("seconds", [1e10, math.inf])
+def test_more_seconds_than_the_clock_can_count_are_for_ever(
+    engines: Engines, tmp_path: Path, seconds: float
+) -> None:
+    engine = engines(slot_bytes=SLOT)
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)], lazy_seconds=seconds)
+    assert not save.reaches(Milestone.ENQUEUED, 0.05)
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(save.reaches, Milestone.DURABLE, seconds)
+        engine.allow_lazy_copies(save.job, 0)
+        save.finish()
+        assert waits.result(PATIENCE_SECONDS)
 
 
 def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: Path) -> None:

@@ -256,6 +256,23 @@ def test_an_engine_closes_while_its_pool_is_made(cuda: FakeCuda, device_engines:
     assert cuda.registered_bytes == 0
 
 
+@pytest.mark.parametrize("call", ["cuMemHostRegister", "cuMemHostUnregister"])
+def test_an_engine_closes_in_time_while_the_driver_hangs(
+    cuda: FakeCuda, device_engines: Engines, call: str
+) -> None:
+    """Where memory is page-locked in the background, or where it is unlocked at the end."""
+    engine = device_engines(slot_bytes=MIB, most_slots=2)
+    cuda.hold_call(call)
+    assert engine.page_lock_pool()
+    engine.grow(2)
+    eventually(lambda: cuda.calls("cuMemHostRegister"), "the background thread is at it")
+    if call == "cuMemHostUnregister":
+        eventually(lambda: engine.pool()["page_locked_bytes"], "page-locked")
+    assert not engine.close(0.1)
+    cuda.release_call(call)
+    eventually(lambda: cuda.registered_bytes == 0 and not threads_named("ds-free"), "it ends then")
+
+
 def test_without_a_context_page_locking_is_left_to_the_first_save(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_datastates.engine import _native as native
+from megatron_datastates.files import open_regular
 from tests.native.harness import (
     ALIGNMENT,
     MIB,
@@ -199,6 +202,31 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in Read(tmp_path, [(0, 10)]).error
+
+
+LEASE_HOLDER = """
+import fcntl, os, signal, sys
+descriptor = os.open(sys.argv[1], os.O_RDWR)
+signal.signal(signal.SIGIO, lambda *_: fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_file_that_another_process_has_leased_is_waited_for(stored: Path) -> None:
+    """As servers of NFS and Samba do: the system asks for the lease back when somebody opens the file."""
+    for opens in (
+        lambda: Read(stored, [(0, 100)]).assert_delivered(),
+        lambda: open_regular(stored).close(),
+    ):
+        with subprocess.Popen(
+            [sys.executable, "-c", LEASE_HOLDER, str(stored)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as holder:
+            assert holder.stdin is not None and holder.stdout is not None
+            if holder.stdout.readline() != b"held\n":
+                pytest.skip("this file system has no leases")
+            opens()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
