@@ -35,8 +35,9 @@ from megatron_datastates.errors import (
     StorageError,
     UntrustedClassError,
     describe_error,
+    some_of,
 )
-from megatron_datastates.files import is_out_of_reach
+from megatron_datastates.files import is_object, is_out_of_reach, names_in
 from megatron_datastates.pipeline.runs.run_folders import (
     checkpoint_directories,
     is_run,
@@ -44,6 +45,7 @@ from megatron_datastates.pipeline.runs.run_folders import (
     why_no_run,
 )
 from megatron_datastates.pipeline.runs.runs import is_published, require_readable
+from megatron_datastates.pipeline.runs.tracker import tracked_name
 from megatron_datastates.units import size_text
 
 if TYPE_CHECKING:
@@ -62,7 +64,13 @@ _NOT_READ = ", damage within tensors and objects not looked for (--quick)"
     help="Directories of checkpoints of any format, such as runs/gpt/iter_*. Of a run, the "
     "checkpoint that its tracker names.",
 )
-@click.option("--all", "every", is_flag=True, help="The directories are runs: check all their checkpoints.")
+@click.option(
+    "--all",
+    "every",
+    is_flag=True,
+    help="The directories are runs: check all their checkpoints. Empty directories are none, unless the "
+    "tracker names one.",
+)
 @click.option(
     "--quick",
     is_flag=True,
@@ -146,10 +154,24 @@ def _all_of_run(directory: Path) -> list[Path]:
     require_directory(directory)
     if not is_run(directory):
         raise NotACheckpointError(f"--all: {why_no_run(directory, 'leave --all out')}")
+    tracked = tracked_name(directory)
     found = checkpoint_directories(directory)
-    if not found:
-        raise NotACheckpointError(f"--all: {directory} holds no checkpoint: it has no directory iter_*")
-    return found
+    empty = [path for path in found if path.name != tracked and _is_empty(path)]
+    if empty:
+        names = some_of([path.name for path in empty], 3)
+        note(f"datastates: not checked: {names}: empty, so no checkpoint: as a failed save leaves it")
+    if len(empty) == len(found):
+        raise NotACheckpointError(
+            f"--all: {directory} holds no checkpoint: it has no directory iter_* with anything in it"
+        )
+    return [path for path in found if path not in empty]
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not is_object(path) and not names_in(path)
+    except OSError:
+        return False
 
 
 def _check_all(

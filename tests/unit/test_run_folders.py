@@ -478,3 +478,23 @@ def test_one_unreadable_iteration_does_not_end_prune(
     text = output_of("prune", root, "--keep-last", 1, "--yes")
     assert "iter_0000005  (it cannot be read: Permission denied)" in text and "damaged" not in text
     assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000005", "iter_0000015"]
+
+
+def test_verify_all_passes_over_what_failed_saves_leave_empty(tmp_path):
+    folder = save_run_of(tmp_path / "run", "datastates")
+    for number in (15, 20):
+        (folder / f"iter_{number:07d}").mkdir()
+    code, printed, said = run("verify", "--all", folder)
+    assert code == 0 and "2 checkpoints: 2 good, 0 faulty\n" in printed
+    assert "not checked: iter_0000015, iter_0000020: empty, so no checkpoint" in said
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")  # what it names must be there
+    code, printed, said = run("verify", "--all", folder)
+    assert code == 2 and "3 checkpoints: 2 good, 0 faulty, 1 could not be checked" in printed
+    assert "iter_0000015: empty" in said and f"{folder}/iter_0000020: cannot be checked: " in said
+
+
+def test_verify_all_of_a_run_with_empty_directories_only_says_so(tmp_path):
+    (tmp_path / "iter_0000005").mkdir()
+    code, printed, said = run("verify", "--all", tmp_path)
+    assert code == 2 and not printed
+    assert f"{tmp_path} holds no checkpoint: it has no directory iter_* with anything in it" in said
