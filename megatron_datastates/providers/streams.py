@@ -18,7 +18,8 @@ class StreamSource:
     Attributes:
         key: name of the stream, relative to the provider's name.
         writer: called once with a function that appends a buffer to the stream. The buffer may be reused as
-            soon as that function has returned. It has written all when it returns: it is no generator.
+            soon as that function has returned. It must have written everything when it returns, so
+            it cannot be a generator.
         mutability: how long `writer` writes the same bytes. NOW: it is called before the save returns;
             AT_FENCE: on another thread, and the next fence waits until it returns; NEVER: on another thread.
     """
