@@ -19,7 +19,7 @@ from tests.support.world import PATH, PRELOAD
 
 ROOT = Path(__file__).parents[3]  # of the repository: ranks import this package, too
 # Each is a module of this package with a function `run(campaign) -> Tally`.
-PARTS: tuple[str, ...] = ("kills", "storage", "two_runs", "damage", "forged", "readers", "soak")
+PARTS: tuple[str, ...] = ("kills", "storage", "two_runs", "damage", "forged", "readers", "soak", "jobs")
 
 
 def part_named(name: str) -> Part:
