@@ -100,31 +100,31 @@ def test_planners_that_cache_or_do_not_flatten_save(world: World, tmp_path: Path
 
 
 def test_shards_found_at_once_are_where_megatron_fsdp_finds_them(world: World) -> None:
-    reports = world.run("dcp_ranks:shards_at_once", ranks=4)
+    reports = world.run("fsdp_shards_ranks:shards_at_once", ranks=4)
     assert len({str(found["offsets"]) for found in reports}) == 4, "the ranks have shards of their own"
 
 
 def test_a_rank_that_lacks_a_tensor_has_an_empty_shard_of_it(world: World) -> None:
     """Megatron-FSDP would make the others wait for it."""
-    reports = world.run("dcp_ranks:shards_that_a_rank_lacks", ranks=3)
+    reports = world.run("fsdp_shards_ranks:shards_that_a_rank_lacks", ranks=3)
     assert [found["offsets"] for found in reports] == [[[0, 0]] * 2, [[2, 0]], [[2, 0]] * 2]
 
 
 def test_a_rank_without_any_tensor_of_a_group_fails_all_ranks(world: World) -> None:
     """The others would wait for it in the group's call."""
-    reports = world.run("dcp_ranks:shards_of_a_group_that_a_rank_lacks", ranks=4)
+    reports = world.run("fsdp_shards_ranks:shards_of_a_group_that_a_rank_lacks", ranks=4)
     expected = "of the 2 ranks that share tensors of Megatron-FSDP's, only 1 have any of them (rank 0): "
     assert all(str(found["found"]).startswith(expected) for found in reports), reports
 
 
 def test_ranks_that_see_their_groups_in_different_orders_do_not_wait_for_each_other(world: World) -> None:
-    reports = world.run("dcp_ranks:shards_of_several_groups", ranks=4)
+    reports = world.run("fsdp_shards_ranks:shards_of_several_groups", ranks=4)
     assert [found["offsets"] for found in reports] == [[[2 * (rank % 2), 0], [rank, 0]] for rank in range(4)]
 
 
 def test_where_shards_lie_is_gathered_only_if_some_ranks_shards_have_changed(world: World) -> None:
     """Otherwise each call makes one collective call, of two numbers, whatever the number of tensors."""
-    reports = world.run("dcp_ranks:shards_in_later_calls", ranks=4)
+    reports = world.run("fsdp_shards_ranks:shards_in_later_calls", ranks=4)
 
     def offsets(rows: list[int]) -> list[list[list[int]]]:
         return [[[sum(rows[:rank]), 0], [2 * (rank % 2), rank // 2]] for rank in range(4)]

@@ -1,16 +1,14 @@
 """An engine is closed before one of its threads has begun to run: nothing of a save stays behind."""
 
 import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.native.preloaded import build_library, run_preloaded
 from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT, SOURCE = Path(__file__).parents[2], Path(__file__).parent / "late_thread" / "delay_thread.cc"
+SOURCE = Path(__file__).parent / "late_thread" / "delay_thread.cc"
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
@@ -33,16 +31,6 @@ assert save.reaches(Milestone.RELEASED, 0.0), "a closed engine holds on to a sav
 def test_a_thread_that_begins_late_hands_on_what_it_finds(
     fake_library: Path, tmp_path: Path, late: int
 ) -> None:
-    library = tmp_path / "libdelay_thread.so"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run([*compiler, *flags, "-o", str(library), str(SOURCE), "-ldl"], check=True)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(library), str(fake_library), str(tmp_path / "data"), str(late)],
-        cwd=ROOT,
-        env={**os.environ, "LD_PRELOAD": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    assert ended.returncode == 0, ended.stderr
+    library = build_library(SOURCE, tmp_path)
+    given = library, fake_library, tmp_path / "data", late
+    run_preloaded(library, "-c", PROGRAM, *given, seconds=PATIENCE_SECONDS)

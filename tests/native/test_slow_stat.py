@@ -1,16 +1,14 @@
 """A process forks while a file is being opened: the child does not keep it open."""
 
 import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.native.preloaded import build_library, run_preloaded
 from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT, SOURCE = Path(__file__).parents[2], Path(__file__).parent / "slow_stat" / "delay_stat.cc"
+SOURCE = Path(__file__).parent / "slow_stat" / "delay_stat.cc"
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
@@ -40,16 +38,5 @@ else:
 @pytest.mark.skipif("MDS_SANITIZER" in os.environ, reason="the sanitizer has such functions of its own")
 @pytest.mark.parametrize("file", ["written", "read"])
 def test_a_child_keeps_no_file_open_that_is_being_opened(tmp_path: Path, file: str) -> None:
-    library = tmp_path / "libdelay_stat.so"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
-    subprocess.run([*compiler, *flags, "-o", str(library), str(SOURCE), "-ldl"], check=True)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(library), str(tmp_path / "data"), file],
-        cwd=ROOT,
-        env={**os.environ, "LD_PRELOAD": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_SECONDS,
-    )
-    assert ended.returncode == 0, ended.stderr
+    library = build_library(SOURCE, tmp_path)
+    run_preloaded(library, "-c", PROGRAM, library, tmp_path / "data", file, seconds=2 * PATIENCE_SECONDS)

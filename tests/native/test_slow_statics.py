@@ -1,16 +1,14 @@
 """A process forks while a thread of the engine runs code for the first time: the child can run it, too."""
 
 import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.native.preloaded import build_library, run_preloaded
 from tests.support.waiting import PATIENCE_SECONDS
 
-ROOT, SOURCE = Path(__file__).parents[2], Path(__file__).parent / "slow_statics" / "delay_statics.cc"
+SOURCE = Path(__file__).parent / "slow_statics" / "delay_statics.cc"
 PROGRAM = """
 import ctypes, os, sys
 from pathlib import Path
@@ -37,16 +35,5 @@ assert engine.close(60)
 
 @pytest.mark.skipif("MDS_SANITIZER" in os.environ, reason="the sanitizer has such a function of its own")
 def test_a_child_does_not_wait_for_what_a_thread_of_its_parent_has_begun(tmp_path: Path) -> None:
-    library = tmp_path / "libdelay_statics.so"
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-Wl,--no-as-needed"]
-    subprocess.run([*compiler, *flags, "-o", str(library), str(SOURCE), "-ldl", "-lstdc++"], check=True)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(library), str(tmp_path / "data")],
-        cwd=ROOT,
-        env={**os.environ, "LD_PRELOAD": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_SECONDS,
-    )
-    assert ended.returncode == 0, ended.stderr
+    library = build_library(SOURCE, tmp_path, "-Wl,--no-as-needed", "-lstdc++")
+    run_preloaded(library, "-c", PROGRAM, library, tmp_path / "data", seconds=2 * PATIENCE_SECONDS)
